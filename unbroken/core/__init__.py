@@ -1,0 +1,1 @@
+"""Nouns without logic: records, errors, limits and ports. No I/O, no torch, nothing above it."""

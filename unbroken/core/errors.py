@@ -1,0 +1,109 @@
+"""Every error a user can meet, in one tree, with its exit code.
+
+    UnbrokenError                    exit 1
+    ├── CheckFailed                  exit 1   a verification found a problem; the object is named
+    │   └── Damaged                  exit 1   bytes that do not match their checksum, or are cut short
+    ├── NoCheckpoint                 exit 3   a checkpoint had to be there and none is usable
+    ├── Refused                      exit 4   going on would do harm
+    │   ├── Fenced                   exit 4   a newer generation exists, or another writer holds the run
+    │   ├── NewerFormat              exit 4   written by a newer version
+    │   ├── ForeignFolder            exit 4   not a folder of ours
+    │   └── LayoutMismatch           exit 4   stored state cannot be mapped onto the live one
+    ├── GaveUp                       exit 5   restart budget or same-step rule
+    ├── SaveFailed                   exit 1   a save did not become durable (also an OSError when the disk said so)
+    └── StoreError                            what a tier says
+        ├── Permanent                         trying again cannot help
+        └── Transient                         trying again may help
+
+A user's mistake is a ValueError or TypeError that carries its remedy; a bug of ours is an AssertionError.
+"""
+
+from __future__ import annotations
+
+
+class UnbrokenError(Exception):
+    """Root of the tree. `exit_code` is what a command returns when this error ends it."""
+
+    exit_code = 1
+
+
+class CheckFailed(UnbrokenError):
+    """A verification found a problem."""
+
+
+class Damaged(CheckFailed):
+    """Stored bytes do not match what was written. `path` names the object, `reason` what is wrong with it."""
+
+    def __init__(self, path: str, reason: str) -> None:
+        super().__init__(f"{path}: {reason}")
+        self.path = path
+        self.reason = reason
+
+
+class NoCheckpoint(UnbrokenError):
+    """No usable checkpoint where one must be. Lists the candidates and why each was passed over."""
+
+    exit_code = 3
+
+
+class Refused(UnbrokenError):
+    """Going on would do harm; the text says what to do instead."""
+
+    exit_code = 4
+
+
+class Fenced(Refused):
+    """Another writer holds the run, or a newer generation has been opened."""
+
+
+class NewerFormat(Refused):
+    """The file was written by a newer version of unbroken than this one can read."""
+
+
+class ForeignFolder(Refused):
+    """The folder holds files, but not a run of ours."""
+
+
+class LayoutMismatch(Refused):
+    """Stored state and live state do not fit. `missing`, `unexpected` and `mismatched` list every difference."""
+
+    def __init__(
+        self,
+        text: str,
+        missing: tuple[str, ...] = (),
+        unexpected: tuple[str, ...] = (),
+        mismatched: tuple[str, ...] = (),
+    ) -> None:
+        super().__init__(text)
+        self.missing = missing
+        self.unexpected = unexpected
+        self.mismatched = mismatched
+
+
+class GaveUp(UnbrokenError):
+    """The restart budget is used up, or the same step failed too often."""
+
+    exit_code = 5
+
+
+class SaveFailed(UnbrokenError):
+    """A save did not become durable. The cause is chained; older checkpoints are untouched."""
+
+
+class StoreError(UnbrokenError):
+    """A tier could not do what it was asked."""
+
+
+class Permanent(StoreError):
+    """Trying again cannot help."""
+
+
+class Transient(StoreError):
+    """Trying again may help."""
+
+
+class MissingExtra(ImportError):
+    """An optional dependency is not installed; the text names the extra."""
+
+    def __init__(self, package: str, extra: str) -> None:
+        super().__init__(f"this needs {package}: pip install 'unbroken[{extra}]'")

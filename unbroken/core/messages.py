@@ -1,0 +1,195 @@
+"""Messages between trainers, launcher and the node daemon: one tagged record per datagram on a local socket.
+
+Life of a connection: `Hello` -> `Welcome`; a trainer then asks `Begin` (rank 0) and every rank loads what the `Plan` says; rank 0
+reports `Bad` (-> another `Plan`) or `Opened` (-> `Opened` echoed to it). `NeedSlots` -> `Slots` with descriptors. `Ready` has no
+answer: its fate arrives as `Committed` or `Failed` to all trainers. `Refused` -> `Verdict` once all members have spoken.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+from msgspec import Struct
+
+from unbroken.core.records import Generation, ManifestRef, Record
+
+
+class Hello(Struct, frozen=True, kw_only=True, tag="hello"):
+    """First message. `role` "worker" has a rank; "launcher" keeps the daemon alive over restarts; "observer" only asks `Status`.
+
+    `keeper_pid` (0: none) is a process whose life keeps the daemon alive too: the elastic agent that will restart this worker.
+    """
+
+    role: Literal["worker", "launcher", "observer"]
+    pid: int
+    rank: int = 0
+    world_size: int = 1
+    keeper_pid: int = 0
+
+
+class Welcome(Struct, frozen=True, kw_only=True, tag="welcome"):
+    """The daemon's pid and the folder it writes."""
+
+    pid: int
+    directory: str
+
+
+class Begin(Struct, frozen=True, kw_only=True, tag="begin"):
+    """Rank 0: choose where to start. `options` are birth facts, written to run.json if the run is new, else returned as stored."""
+
+    world_size: int
+    resume: Literal["auto", "must", "never"]
+    step: int | None = None
+    options: dict[str, Any] = msgspec.field(default_factory=dict)
+    restart_count: int = 0
+
+
+class SlotSource(Struct, frozen=True, kw_only=True):
+    """A READY slot: the rank that froze it and its number among that rank's slots."""
+
+    rank: int
+    slot: int
+
+
+class Plan(Struct, frozen=True, kw_only=True, tag="plan"):
+    """Where every rank loads from. `source` "fresh" means nothing to load; "memory" uses `slots`, "disk" uses `manifests`."""
+
+    generation: int
+    step: int
+    source: Literal["fresh", "memory", "disk"]
+    stored_generation: int = 0
+    state_root: str = ""
+    slots: tuple[SlotSource, ...] = ()
+    manifests: tuple[ManifestRef, ...] = ()
+    stored_world_size: int = 0
+    options: dict[str, Any] = msgspec.field(default_factory=dict)
+    run_id: str = ""
+    notes: tuple[str, ...] = ()
+
+
+class Bad(Struct, frozen=True, kw_only=True, tag="bad"):
+    """Rank 0: the planned source did not verify; condemn `objects` and plan again."""
+
+    step: int
+    stored_generation: int
+    objects: tuple[str, ...]
+    reason: str
+
+
+class Opened(Struct, frozen=True, kw_only=True, tag="opened"):
+    """Rank 0: every rank stands at the plan's step with `loaded_root`. The daemon writes the generation entry, then echoes this."""
+
+    generation: int
+    step: int
+    loaded_root: str
+    differences: tuple[str, ...] = ()
+    entry: Generation | None = None
+
+
+class NeedSlots(Struct, frozen=True, kw_only=True, tag="need_slots"):
+    """This rank wants `num` slots of at least `size_bytes` each (header, index and data)."""
+
+    size_bytes: int
+    num: int
+
+
+class OldSlots(Struct, frozen=True, kw_only=True, tag="old_slots"):
+    """This rank wants to read the named slots (descriptors follow in a `Slots`, same order)."""
+
+    slots: tuple[SlotSource, ...]
+
+
+class Slots(Struct, frozen=True, kw_only=True, tag="slots"):
+    """Descriptors of memory slots travel beside this message, `sizes` in the same order."""
+
+    sizes: tuple[int, ...]
+
+
+class Ready(Struct, frozen=True, kw_only=True, tag="ready"):
+    """This rank's slot is whole."""
+
+    generation: int
+    step: int
+    rank: int
+    slot: int
+    milestone: bool = False
+
+
+class Journal(Struct, frozen=True, kw_only=True, tag="journal"):
+    """Rank 0: append these records, in order. Made durable before the next commit."""
+
+    generation: int
+    records: tuple[Record, ...]
+
+
+class Refuse(Struct, frozen=True, kw_only=True, tag="refuse"):
+    """This rank's attempt at `step` failed and nothing of it was applied here."""
+
+    generation: int
+    step: int
+    attempt: int
+    rank: int
+    reason: str
+
+
+class Verdict(Struct, frozen=True, kw_only=True, tag="verdict"):
+    """`retry`: every member refused this attempt, do it again as `attempt`; else leave the process, the launcher restarts all."""
+
+    retry: bool
+    attempt: int
+    reason: str
+
+
+class Committed(Struct, frozen=True, kw_only=True, tag="committed"):
+    """The checkpoint (step, generation) is visible and durable."""
+
+    step: int
+    generation: int
+    state_root: str
+    seconds: float
+
+
+class Failed(Struct, frozen=True, kw_only=True, tag="failed"):
+    """A snapshot will not become a checkpoint; training goes on. `text` keeps the cause's type and words."""
+
+    step: int
+    generation: int
+    text: str
+
+
+class Status(Struct, frozen=True, kw_only=True, tag="status"):
+    """Ask for a picture of the daemon."""
+
+
+class StatusReply(Struct, frozen=True, kw_only=True, tag="status_reply"):
+    """`phase` is "idle" or "draining"; `facts` are for people and tests."""
+
+    phase: str
+    facts: dict[str, Any]
+
+
+class Note(Struct, frozen=True, kw_only=True, tag="note"):
+    """Launcher or trainer: an event with moments on the monotonic clock, to be merged into the journal of the next generation."""
+
+    name: str
+    at: dict[str, float]
+    facts: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+class Error(Struct, frozen=True, kw_only=True, tag="error"):
+    """The daemon refuses; `code` is an exit code, `kind` the error class's name."""
+
+    kind: str
+    text: str
+    code: int
+
+
+class Bye(Struct, frozen=True, kw_only=True, tag="bye"):
+    """This client ends on purpose."""
+
+
+Message = (
+    Hello | Welcome | Begin | Plan | Bad | Opened | NeedSlots | OldSlots | Slots | Ready | Journal | Refuse | Verdict
+    | Committed | Failed | Status | StatusReply | Note | Error | Bye
+)

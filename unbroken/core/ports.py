@@ -1,0 +1,118 @@
+"""The doors to the world: clock, randomness, files, and named failpoints. Everything that acts takes them as arguments.
+
+Tests pass their own; the model checker passes an in-memory tier whose every call is one atomic step.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterable
+from datetime import datetime, timezone
+from typing import Protocol
+
+from msgspec import Struct
+
+Buffer = bytes | bytearray | memoryview
+
+
+class Clock(Protocol):
+    """Wall time for people, monotonic time (one axis per host) for phases and timeouts."""
+
+    def monotonic(self) -> float:
+        """Seconds; comparable between processes of one host."""
+
+    def utc(self) -> str:
+        """Now, as RFC 3339 with milliseconds and Z."""
+
+    def sleep(self, seconds: float) -> None:
+        """Wait."""
+
+
+class SystemClock:
+    """The host's clocks."""
+
+    def monotonic(self) -> float:
+        return time.monotonic()
+
+    def utc(self) -> str:
+        now = datetime.now(timezone.utc)
+        return now.strftime("%Y-%m-%dT%H:%M:%S.") + f"{now.microsecond // 1000:03d}Z"
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+
+class Nonces(Protocol):
+    """Source of names that are never reused."""
+
+    def nonce(self) -> str:
+        """32 hex digits."""
+
+
+class SystemNonces:
+    """Nonces from the operating system."""
+
+    def nonce(self) -> str:
+        return secrets.token_hex(16)
+
+
+class TierTraits(Struct, frozen=True, kw_only=True):
+    """What a tier promises. `conditional_put`: of two racing `create` calls one fails. `durable`: what returned survives power loss."""
+
+    name: str
+    conditional_put: bool
+    durable: bool
+    append: bool
+
+
+class Tier(Protocol):
+    """Named objects under one root. Paths are relative, '/'-separated, checked against escaping the root.
+
+    Errors: FileNotFoundError, FileExistsError (`create` only), else `Permanent` or `Transient` with the OS error chained.
+    Any call may run concurrently with any other. `create` is atomic: readers see nothing or the whole object.
+    """
+
+    traits: TierTraits
+
+    def create(self, path: str, parts: Iterable[Buffer]) -> int:
+        """Put-if-absent, durable on return; bytes written. The concatenation of `parts` is the object."""
+
+    def append(self, path: str, data: Buffer) -> None:
+        """Add to the end of an object (made if absent), durable on return. One writer per path."""
+
+    def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
+        """Bytes [offset, offset+length) or to the end; shorter when the object is."""
+
+    def size(self, path: str) -> int:
+        """Size in bytes."""
+
+    def list(self, prefix: str) -> list[str]:
+        """Paths of all objects under the folder `prefix`, sorted; [] when there is none. Temporaries are never listed."""
+
+    def delete(self, path: str) -> None:
+        """Remove; no error when it is not there."""
+
+
+_armed: dict[str, Callable[[], None]] = {}
+
+
+def failpoint(name: str) -> None:
+    """A named place where a test or the fault injector may strike. Cost when nothing is armed: one dict lookup."""
+    strike = _armed.get(name)
+    if strike is not None:
+        strike()
+
+
+def arm(name: str, strike: Callable[[], None] | None) -> None:
+    """Put `strike` at failpoint `name`, or take it away (None)."""
+    if strike is None:
+        _armed.pop(name, None)
+    else:
+        _armed[name] = strike
+
+
+def environment(name: str, default: str = "") -> str:
+    """One environment variable; the only place that reads UNBROKEN_* and the launcher's."""
+    return os.environ.get(name, default)
