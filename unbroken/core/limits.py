@@ -55,3 +55,12 @@ LINGER_S = 2.0
 
 COLLECTIVE_TIMEOUT_S = 60.0
 """A collective that makes no progress for this long has failed."""
+
+MAX_UNITS = 1 << 20
+"""Units of a step. Digests of all of them stand in one journal line, and stored facts must not make us allocate."""
+
+MAX_GLOBAL_BATCH = 1 << 24
+"""Samples of a step: 128 MB of ids, far above any batch that still trains."""
+
+MAX_EPOCHS_PER_STEP = 1024
+"""How often one step may read the whole data set: each epoch costs a permutation, and stored facts must not make us spin."""

@@ -53,7 +53,10 @@ class SlotSource(Struct, frozen=True, kw_only=True):
 
 
 class Plan(Struct, frozen=True, kw_only=True, tag="plan"):
-    """Where every rank loads from. `source` "fresh" means nothing to load; "memory" uses `slots`, "disk" uses `manifests`."""
+    """Where every rank loads from. `source` "fresh" means nothing to load; "memory" uses `slots`, "disk" uses `manifests`.
+
+    `last_step` is the newest step that the parent generation's journal holds: the one after it was lost in flight.
+    """
 
     generation: int
     step: int
@@ -63,6 +66,7 @@ class Plan(Struct, frozen=True, kw_only=True, tag="plan"):
     slots: tuple[SlotSource, ...] = ()
     manifests: tuple[ManifestRef, ...] = ()
     stored_world_size: int = 0
+    last_step: int = 0
     options: dict[str, Any] = msgspec.field(default_factory=dict)
     run_id: str = ""
     notes: tuple[str, ...] = ()

@@ -5,12 +5,15 @@ from __future__ import annotations
 import ctypes
 import ctypes.util
 import fcntl
+import glob
 import os
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 
 PR_SET_PDEATHSIG = 1
@@ -20,6 +23,16 @@ _MADV_POPULATE_WRITE = 23
 def hostname() -> str:
     """This host's name."""
     return socket.gethostname()
+
+
+def current_pid() -> int:
+    """This process."""
+    return os.getpid()
+
+
+def parent_pid() -> int:
+    """The process that made this one."""
+    return os.getppid()
 
 
 def boot_id() -> str:
@@ -40,6 +53,20 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+def descendants(pid: int) -> list[int]:
+    """Pids of all living children of a process, and of theirs; those that end meanwhile may be missing."""
+    found: list[int] = []
+    for task in glob.glob(f"/proc/{pid}/task/*/children"):
+        try:
+            with open(task, encoding="ascii") as f:
+                children = [int(child) for child in f.read().split()]
+        except OSError:
+            continue
+        for child in children:
+            found += [child, *descendants(child)]
+    return found
+
+
 def pidfd(pid: int) -> int:
     """A descriptor that becomes readable when the process ends; raises ProcessLookupError if it is gone."""
     return os.pidfd_open(pid)
@@ -56,6 +83,25 @@ def wait_any(fds: Sequence[int], timeout_s: float) -> list[int]:
 def die_with_parent(sig: int = signal.SIGKILL) -> None:
     """Ask the kernel to signal this process when the thread that made it ends."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(sig), 0, 0, 0)
+
+
+def peek_exit(pid: int) -> int | None:
+    """Exit code of a child of ours that has ended (minus the number of the signal that ended it), None while it lives.
+
+    The child is not reaped: until it is, neither its pid nor its group can be given to anybody else.
+    """
+    info = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if info is None:
+        return None
+    return info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
+
+
+def kill_group(leader: int, sig: int = signal.SIGKILL) -> None:
+    """Signal every process of the group that `leader` made, whether or not it lives; no error when none is left."""
+    try:
+        os.killpg(leader, sig)
+    except ProcessLookupError:
+        pass
 
 
 def start_module(module: str, args: Sequence[str], env: Mapping[str, str], log: str) -> int:
@@ -75,14 +121,38 @@ def start_module(module: str, args: Sequence[str], env: Mapping[str, str], log: 
 
 def memory_file(name: str, size_bytes: int) -> int:
     """Descriptor of an anonymous memory file of this size, its pages already there (a copy into fresh pages is 5-10x slower)."""
-    fd = os.memfd_create(name, os.MFD_CLOEXEC)
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, size_bytes)
         os.posix_fallocate(fd, 0, size_bytes)
+        # Its size is fixed from here on: a process that cut it short would kill every other one that has it mapped.
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     except OSError:
         os.close(fd)
         raise
     return fd
+
+
+def available_memory_bytes() -> int:
+    """Memory that can still be had here without swapping: the host's, or what this process's container has left of its limit."""
+    available = 1 << 62
+    with open("/proc/meminfo", encoding="ascii") as f:
+        for line in f:
+            if line.startswith("MemAvailable:"):
+                available = int(line.split()[1]) * 1024
+    try:
+        with open("/sys/fs/cgroup/memory.max", encoding="ascii") as f, open("/sys/fs/cgroup/memory.current", encoding="ascii") as g:
+            available = min(available, max(0, int(f.read()) - int(g.read())))
+    except (OSError, ValueError):  # no limit ("max"), or not this kind of container
+        pass
+    return available
+
+
+def peer_credentials(connection: socket.socket) -> tuple[int, int]:
+    """(pid, uid) of the process at the other end of a Unix socket, as the kernel knows them."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    pid, uid, _ = struct.unpack("3i", raw)
+    return pid, uid
 
 
 def try_lock(fd: int) -> bool:
@@ -102,6 +172,17 @@ def be_polite() -> None:
         os.nice(19)
 
 
+def yield_to_others() -> None:
+    """Give the calling thread the lowest ordinary priority.
+
+    Not the idle class: a thread of it that holds the interpreter's lock on busy cores would hold up its whole process.
+    """
+    try:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+    except OSError:  # a container may forbid it; then the thread is merely less polite
+        pass
+
+
 def sync_directory(path: str) -> None:
     """Make the names inside a directory durable."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
@@ -109,3 +190,24 @@ def sync_directory(path: str) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def heed_only(pid: int) -> None:
+    """From now on SIGTERM ends this process only when `pid` sent it, and SIGUSR1 never does.
+
+    A signal to a whole job also reaches a trainer's loader processes, whose trainer still needs them to finish its step.
+    """
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    def watch() -> None:
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != pid:
+            pass
+        os._exit(0)
+
+    threading.Thread(target=watch, name="unbroken-heed", daemon=True).start()
+
+
+def forget_pages(fd: int) -> None:
+    """Let the page cache drop a durable file that will hardly be read again: training must not lose its cached data to checkpoints."""
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)

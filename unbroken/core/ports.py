@@ -5,6 +5,7 @@ Tests pass their own; the model checker passes an in-memory tier whose every cal
 
 from __future__ import annotations
 
+import builtins
 import os
 import secrets
 import time
@@ -88,7 +89,10 @@ class Tier(Protocol):
     def size(self, path: str) -> int:
         """Size in bytes."""
 
-    def list(self, prefix: str) -> list[str]:
+    def sweep(self) -> list[str]:
+        """Remove what interrupted `create` calls of ended writers left behind; the paths removed."""
+
+    def list(self, prefix: str) -> builtins.list[str]:
         """Paths of all objects under the folder `prefix`, sorted; [] when there is none. Temporaries are never listed."""
 
     def delete(self, path: str) -> None:
@@ -96,6 +100,9 @@ class Tier(Protocol):
 
 
 _armed: dict[str, Callable[[], None]] = {}
+
+position: list[int] = [0, 0]
+"""[step being computed or captured, generation] of this process, kept by the trainer so that a strike knows where it is."""
 
 
 def failpoint(name: str) -> None:
@@ -116,3 +123,8 @@ def arm(name: str, strike: Callable[[], None] | None) -> None:
 def environment(name: str, default: str = "") -> str:
     """One environment variable; the only place that reads UNBROKEN_* and the launcher's."""
     return os.environ.get(name, default)
+
+
+def whole_environment() -> dict[str, str]:
+    """A copy of the environment, for processes that are started."""
+    return dict(os.environ)

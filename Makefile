@@ -1,0 +1,45 @@
+# Few verbs; CI calls them verbatim. On a fresh machine `make demo` or `make test` alone does all set-up.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PYTEST_ARGS ?= -n 2 --dist loadgroup
+DEMO_DIR ?= demo-run
+DEMO_ARGS ?=
+
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: setup demo test check bench docs campaign-exact help
+
+setup: $(STAMP) ## Make .venv and install everything that is needed, pinned.
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[torch,dev]'
+	touch $@
+
+demo: $(STAMP) ## Train, kill, continue, prove: the main job, at most 3 minutes on 2 cores.
+	rm -rf $(DEMO_DIR)
+	$(BIN)/unbroken demo --dir $(DEMO_DIR) $(DEMO_ARGS)
+
+test: $(STAMP) ## All tests.
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: $(STAMP) ## Format, lint, types, import order.
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+bench: $(STAMP) ## Measure what must be fast.
+	$(BIN)/python -m bench
+
+docs: $(STAMP) ## Check that the documents fit the code.
+	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/unit/test_docs.py
+
+campaign-exact: $(STAMP) ## The long form of the exactness tests.
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m slow --run-slow
+
+help: ## This list.
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)

@@ -1,0 +1,61 @@
+"""The main job as a user runs it: `unbroken demo --json`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from unbroken.demo.plan import INTERVAL_STEPS, plan_faults
+from unbroken.demo.story import PHASES
+from unbroken.recover.certify import certify
+from unbroken.store.tiers.disk import DiskTier
+
+
+def run_demo(folder: Path, seed: int, ranks: int) -> dict[str, Any]:
+    """The JSON of one demo; everything the issue promises about it is checked here."""
+    command = [sys.executable, "-m", "unbroken", "demo", "--json", "--dir", str(folder), "--seed", str(seed), "--ranks", str(ranks)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, check=False)
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    plan = plan_faults(seed, ranks)
+    assert (result["certified"], result["grade"], result["fell_back"]) == (True, "exact", True)
+    assert result["losses_equal"] and result["state_root_equal"] and result["samples_exactly_once"]
+    assert result["kills"] >= 4
+    assert result["steps_lost_total"] > 0
+    assert result["world_sizes"] == [ranks] * 4 + [plan.ranks_after]
+    assert Path(result["report"]).read_text().startswith("<!doctype html>")
+    for spread in (result["capture_s"], result["stall_s"]):
+        assert spread["n"] >= 80 // INTERVAL_STEPS
+        assert 0 < spread["median"] <= spread["max"]
+    assert len(result["recovery_s"]) == 4
+    for recovery in result["recovery_s"]:
+        phases = [recovery[f"{name}_s"] for name in PHASES]
+        assert all(seconds >= 0 for seconds in phases), recovery
+        assert abs(sum(phases) - recovery["total_s"]) < 0.005, recovery
+    assert result["recovery_s"][-1]["source"] == "disk"
+    return result
+
+
+@pytest.mark.timeout(900)
+def test_I13_the_demo_is_certified_exact_on_three_ranks(tmp_path: Path) -> None:
+    run_demo(tmp_path / "demo", seed=1, ranks=3)
+    interrupted, reference = (DiskTier(str(tmp_path / "demo" / name)) for name in ("interrupted", "reference"))
+    assert certify(interrupted).grade == "sequence"
+    certificate = certify(interrupted, against=reference)
+    assert (certificate.grade, certificate.superseded_equal) == ("exact", True)
+    assert len(certificate.condemned) >= 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("seed", range(5))
+def test_campaign_any_seed_on_two_three_and_four_ranks(seed: int, ranks: int, tmp_path: Path) -> None:
+    run_demo(tmp_path / "demo", seed=seed, ranks=ranks)

@@ -1,0 +1,304 @@
+"""`unbroken run` with toy scripts: restarts, budgets, orphans, signals, exit codes. No training library is needed for any of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.rigs.launched import gone, is_running, launched, wait_until
+
+THREE = ("--nproc-per-node", "3")
+
+
+def test_a_killed_worker_is_seen_at_once_and_all_start_again(tmp_path: Path) -> None:
+    script = """
+if ATTEMPT == 0:
+    wait_for(lambda: len(marks("start")) == 3)
+    if RANK == 1:
+        mark("killed"); os.kill(os.getpid(), signal.SIGKILL)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(600)
+"""
+    with launched(tmp_path, script, *THREE) as job:
+        assert job.wait() == 0, job.stderr
+        first, second = job.marks()[:3], job.marks()[3:]
+        assert sorted(mark["rank"] for mark in second) == [0, 1, 2]
+        assert not any(is_running(mark["pid"]) for mark in first)
+        outcome = job.outcome()
+        assert (outcome["exit_code"], outcome["restarts"]) == (0, 1)
+        failure = outcome["failures"][0]
+        assert (failure["codes"], failure["rank"], failure["error"]) == ([[1, -9]], 1, "SIGKILL")
+        (killed,) = job.marks("killed")
+        assert failure["at_s"] - killed["at"] < 0.5, "death is announced by the kernel, nobody sleeps"
+        assert min(mark["at"] for mark in second) - killed["at"] < 3.0
+
+
+def test_B36a_always_failing_uses_the_budget_and_names_code_and_logs(tmp_path: Path) -> None:
+    with launched(tmp_path, "sys.exit(7)", "--max-restarts", "3", "--redirects", "3") as job:
+        assert job.wait() == 5
+        assert len(job.marks()) == 4
+        outcome = job.outcome()
+        assert outcome["worker_exit_codes"] == {"0": 7}
+        assert "exit code 7" in job.stderr
+        assert outcome["log_dir"] in job.stderr
+        assert list(Path(outcome["log_dir"]).rglob("stdout.log"))
+
+
+def test_B36b_the_budget_belongs_to_the_job_not_to_a_rank(tmp_path: Path) -> None:
+    script = "time.sleep(600) if RANK == ATTEMPT % 2 else sys.exit(1)"
+    with launched(tmp_path, script, "--nproc-per-node", "2", "--max-restarts", "3") as job:
+        assert job.wait() == 5
+        assert job.outcome()["restarts"] == 3
+        assert len(job.marks()) <= 8
+
+
+def test_B36d_a_grandchild_that_ignores_sigterm_is_gone_before_the_next_attempt(tmp_path: Path) -> None:
+    script = """
+if ATTEMPT == 0 and RANK == 1:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    child = os.fork()
+    if child == 0:
+        time.sleep(600)
+    mark("grandchild", child=child)
+    os.kill(os.getpid(), signal.SIGKILL)
+elif ATTEMPT == 0:
+    time.sleep(600)
+else:
+    child = marks("grandchild")[0]["child"]
+    try:
+        state = open(f"/proc/{child}/stat").read().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        state = "gone"
+    mark("seen", state=state)
+"""
+    with launched(tmp_path, script, *THREE) as job:
+        assert job.wait() == 0, job.stderr
+        assert {mark["state"] for mark in job.marks("seen")} <= {"gone", "Z", "X"}
+
+
+def test_B36e_twenty_quick_restarts_while_workers_hold_the_port(tmp_path: Path) -> None:
+    script = """
+import socket
+held = socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timeout=10)
+if ATTEMPT < 20:
+    if RANK == ATTEMPT % 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(600)
+"""
+    with launched(tmp_path, script, "--nproc-per-node", "2") as job:
+        assert job.wait() == 0, job.stderr
+        assert job.outcome()["restarts"] == 20
+        assert {failure["error"] for failure in job.outcome()["failures"]} == {"SIGKILL"}
+
+
+def test_B36f_a_rank_that_ends_early_is_no_failure(tmp_path: Path) -> None:
+    script = """
+if RANK != 2:
+    sys.exit(0)
+wait_for(lambda: not any(os.path.exists(f"/proc/{m['pid']}/exe") for m in marks("start") if m["rank"] != 2))
+mark("last")
+"""
+    with launched(tmp_path, script, *THREE) as job:
+        assert job.wait() == 0, job.stderr
+        assert job.outcome()["restarts"] == 0
+        assert job.marks("last")
+
+
+@pytest.mark.parametrize("code", [3, 4])
+def test_a_final_exit_code_is_kept_and_not_tried_again(tmp_path: Path, code: int) -> None:
+    with launched(tmp_path, f"sys.exit({code})", "--nproc-per-node", "2") as job:
+        assert job.wait() == code
+        assert job.outcome()["restarts"] == 0
+        assert len(job.marks()) <= 2
+
+
+def test_a_program_that_cannot_start_is_not_tried_a_hundred_times(tmp_path: Path) -> None:
+    with launched(tmp_path, "raise ValueError(f'no file {os.getpid()}')") as job:
+        assert job.wait() == 5
+        assert len(job.marks()) == 3
+        assert "ValueError: no file" in job.outcome()["reason"]
+
+
+def test_a_torn_error_file_does_not_harm_the_launcher(tmp_path: Path) -> None:
+    script = """
+if ATTEMPT == 0:
+    open(os.environ["TORCHELASTIC_ERROR_FILE"], "w").write('{"message": {"mess')
+    sys.exit(9)
+"""
+    with launched(tmp_path, script) as job:
+        assert job.wait() == 0, job.stderr
+        assert job.outcome()["failures"][0]["error"] == "exit code 9"
+
+
+@pytest.mark.parametrize(("sent", "got"), [("SIGTERM", "SIGTERM"), ("SIGUSR1", "SIGUSR1"), ("SIGINT", "SIGTERM")])
+def test_B34_a_wish_to_end_reaches_every_worker_and_is_a_success_if_they_finish(tmp_path: Path, sent: str, got: str) -> None:
+    script = """
+def finish(number, frame):
+    mark("got", signal=signal.Signals(number).name)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, finish); signal.signal(signal.SIGUSR1, finish)
+mark("armed")
+time.sleep(600)
+"""
+    with launched(tmp_path, script, *THREE) as job:
+        job.wait_for_marks("armed", 3)
+        job.signal(signal.Signals[sent])
+        assert job.wait() == 0, job.stderr
+        assert [mark["signal"] for mark in job.marks("got")] == [got] * 3
+        assert job.outcome()["restarts"] == 0
+
+
+def test_B34_workers_that_do_not_end_are_killed_after_the_grace(tmp_path: Path) -> None:
+    script = "signal.signal(signal.SIGTERM, signal.SIG_IGN); mark('armed'); time.sleep(600)"
+    with launched(tmp_path, script, "--nproc-per-node", "2", env={"UNBROKEN_GRACE_S": "0.5"}) as job:
+        pids = [mark["pid"] for mark in job.wait_for_marks("armed", 2)]
+        job.signal(signal.SIGTERM)
+        assert job.wait() == 128 + signal.SIGTERM
+        gone(pids)
+        assert job.outcome()["worker_exit_codes"] == {"0": -9, "1": -9}
+
+
+def test_B34_a_second_interrupt_does_not_wait_for_the_grace(tmp_path: Path) -> None:
+    script = "signal.signal(signal.SIGTERM, lambda *a: mark('got')); mark('armed'); [time.sleep(1) for _ in range(600)]"
+    with launched(tmp_path, script) as job:
+        job.wait_for_marks("armed", 1)
+        job.signal(signal.SIGINT)
+        job.wait_for_marks("got", 1)
+        job.signal(signal.SIGINT)
+        assert job.wait(15) == 128 + signal.SIGINT
+
+
+def test_B36_no_worker_outlives_a_killed_launcher(tmp_path: Path) -> None:
+    script = "signal.signal(signal.SIGTERM, signal.SIG_IGN); mark('armed'); time.sleep(600)"
+    with launched(tmp_path, script, *THREE) as job:
+        pids = [mark["pid"] for mark in job.wait_for_marks("armed", 3)]
+        job.signal(signal.SIGKILL)
+        gone(pids)
+
+
+def test_what_a_worker_left_running_ends_with_the_job(tmp_path: Path) -> None:
+    script = """
+child = os.fork()
+if child == 0:
+    time.sleep(600)
+mark("child", child=child)
+"""
+    with launched(tmp_path, script) as job:
+        assert job.wait() == 0, job.stderr
+        gone([mark["child"] for mark in job.marks("child")])
+
+
+def test_workers_are_told_who_their_launcher_is(tmp_path: Path) -> None:
+    script = """
+mark("env", parent=os.getppid(), **{name: os.environ.get(name) for name in (
+    "UNBROKEN_LAUNCHER_PID", "UNBROKEN_KEEPER_PID", "UNBROKEN_LAUNCH_FILE", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS")})
+"""
+    with launched(tmp_path, script, "--nproc-per-node", "2") as job:
+        assert job.wait() == 0, job.stderr
+        for mark in job.marks("env"):
+            assert mark["UNBROKEN_LAUNCHER_PID"] == mark["UNBROKEN_KEEPER_PID"] == str(mark["parent"]) == str(job.process.pid)
+            assert mark["UNBROKEN_LAUNCH_FILE"]
+            assert (mark["WORLD_SIZE"], mark["LOCAL_RANK"], mark["OMP_NUM_THREADS"]) == ("2", str(mark["rank"]), "1")
+        assert not list(tmp_path.glob("unbroken-run-*")), "nothing is left behind after a success"
+
+
+def test_torchruns_flags_for_output_work(tmp_path: Path) -> None:
+    script = "print('hello from', RANK)"
+    with launched(tmp_path, script, "--nproc-per-node", "2", "--log-dir", str(tmp_path / "logs"), "--tee", "3", "--role", "toy") as job:
+        assert job.wait() == 0, job.stderr
+        assert "[toy1]:hello from 1" in (tmp_path / "out").read_text()
+        assert {path.read_text() for path in (tmp_path / "logs").rglob("stdout.log")} == {"hello from 0\n", "hello from 1\n"}
+
+
+def test_a_program_that_is_not_python(tmp_path: Path) -> None:
+    done = _run(tmp_path, "--no-python", "--nproc-per-node", "2", "sh", "-c", "echo rank $RANK of $WORLD_SIZE")
+    assert (done.returncode, sorted(done.stdout.split("\n"))) == (0, ["", "rank 0 of 2", "rank 1 of 2"]), done.stderr
+
+
+def test_restarts_of_a_real_process_group(tmp_path: Path) -> None:
+    script = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.full((3,), float(RANK + 1))
+dist.all_reduce(total)
+mark("sum", value=total.tolist())
+if ATTEMPT < 3 and RANK == ATTEMPT:
+    os.kill(os.getpid(), signal.SIGKILL)
+dist.barrier()
+dist.destroy_process_group()
+"""
+    with launched(tmp_path, script, *THREE) as job:
+        assert job.wait(120) == 0, job.stderr
+        assert job.outcome()["restarts"] == 3
+        assert [mark["value"] for mark in job.marks("sum") if mark["attempt"] == 3] == [[6.0] * 3] * 3
+
+
+def test_two_nodes_meet_and_meet_again_after_a_death(tmp_path: Path) -> None:
+    script = """
+store = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+import socket; socket.create_connection(store, timeout=10)
+mark("met", world=os.environ["WORLD_SIZE"], store=store)
+wait_for(lambda: len([m for m in marks("met") if m["world"] == "4" and m["store"] == list(store)]) == 4)
+if len({tuple(m["store"]) for m in marks("met")}) == 1:
+    if RANK == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(600)
+"""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    (tmp_path / "b").mkdir()
+    flags = ("--nnodes", "2", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-id", "x", "--rdzv-endpoint", f"127.0.0.1:{port}")
+    with launched(tmp_path, script, *flags, "--local-addr", "127.0.0.1") as a:
+        toy = [sys.executable, "-m", "unbroken", "run", *flags, "--local-addr", "127.0.0.1", str(a.script)]
+        b = subprocess.Popen(toy, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True)
+        try:
+            assert a.wait(120) == 0, a.stderr
+            _, err = b.communicate(timeout=60)
+            assert b.returncode == 0, err
+        finally:
+            b.kill()
+        assert len({tuple(mark["store"]) for mark in a.marks("met")}) == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["no-such-script.py"], "no such script: no-such-script.py"),
+        (["--nproc-per-node", "many", "toy.py"], "Unsupported nproc_per_node value: many"),
+        (["--max-restarts", "-1", "toy.py"], "max_restarts must be >= 0"),
+        (["--signals-to-handle", "SIGNONE", "toy.py"], "no signal is called 'SIGNONE'"),
+        (["--nonsense", "toy.py"], "--nonsense"),
+        ([], "training_script"),
+    ],
+)
+def test_usage_errors_end_with_2_and_say_what_is_wrong(tmp_path: Path, flags: list[str], words: str) -> None:
+    (tmp_path / "toy.py").touch()
+    done = _run(tmp_path, *flags)
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_help_lists_torchruns_flags(tmp_path: Path) -> None:
+    done = _run(tmp_path, "--help")
+    assert done.returncode == 0
+    assert "usage: unbroken run" in done.stdout
+    assert {"--nproc-per-node", "--max-restarts", "--rdzv-endpoint", "--json"} <= set(done.stdout.replace(",", " ").split())
+
+
+def _run(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "unbroken", "run", *args]
+    env = {**os.environ, "TMPDIR": str(folder)}
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_the_rig_notices_what_does_not_happen() -> None:
+    with pytest.raises(AssertionError, match="nothing did not happen"):
+        wait_until(lambda: False, "nothing", 0.05)

@@ -1,0 +1,65 @@
+"""Which failure explains the others."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+from unbroken.cluster.elastic import MAX_ERROR_FILE_BYTES, read_error_file, root_cause
+
+
+def error_file(folder: Path, text: str, timestamp: int) -> str:
+    path = folder / f"{timestamp}.json"
+    path.write_text(json.dumps({"message": {"message": text, "extraInfo": {"timestamp": str(timestamp), "py_callstack": ""}}}))
+    return str(path)
+
+
+def test_B37_a_signal_explains_the_exceptions_of_those_who_lost_their_peer(tmp_path: Path) -> None:
+    lost = error_file(tmp_path, "RuntimeError: Connection reset by peer", 10)
+    assert root_cause({0: (1, lost), 1: (-9, ""), 2: (1, lost)}) == (1, "SIGKILL")
+
+
+def test_B37_the_earliest_exception_is_the_cause(tmp_path: Path) -> None:
+    first, later = error_file(tmp_path, "ValueError: bad shard", 10), error_file(tmp_path, "RuntimeError: Connection reset", 11)
+    assert root_cause({0: (1, later), 2: (1, first)}) == (2, "exit code 1: ValueError: bad shard")
+
+
+def test_a_long_error_is_quoted_by_the_beginning_of_its_first_line(tmp_path: Path) -> None:
+    long = error_file(tmp_path, "ValueError: " + "x" * 1000 + "\nsecond line", 10)
+    assert root_cause({0: (1, long)}) == (0, "exit code 1: ValueError: " + "x" * 288)
+    assert root_cause({0: (1, error_file(tmp_path, "KeyError: 'a'\nsecond line", 11))}) == (0, "exit code 1: KeyError: 'a'")
+
+
+def test_a_code_without_a_text() -> None:
+    assert root_cause({1: (7, "")}) == (1, "exit code 7")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b'{"message": {"mess',
+        b"[]",
+        b'{"message": {"extraInfo": 3}}',
+        b'{"message": {"extraInfo": {"timestamp": "x"}}}',
+        b"\xff\xfe",
+        b"{}",
+    ],
+)
+def test_B39_a_torn_or_foreign_error_file_is_passed_over(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "error.json"
+    path.write_bytes(content)
+    assert read_error_file(str(path)) == ("", 0)
+
+
+def test_B39_a_huge_error_file_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "error.json"
+    path.write_text('{"message": "' + "x" * MAX_ERROR_FILE_BYTES + '"}')
+    assert read_error_file(str(path)) == ("", 0)
+    path.write_text('{"message": "short"}')
+    assert read_error_file(str(path)) == ("short", 0)
+    assert read_error_file(str(tmp_path)) == read_error_file(str(tmp_path / "none")) == ("", 0)

@@ -1,0 +1,72 @@
+"""The public names are frozen, and importing the package costs nothing."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+
+import pytest
+
+import unbroken
+
+NAMES = {"Run", "Batches", "Sampler", "keyed", "Store", "open"}
+ERRORS = {
+    "UnbrokenError",
+    "CheckFailed",
+    "Damaged",
+    "NoCheckpoint",
+    "Refused",
+    "Fenced",
+    "NewerFormat",
+    "ForeignFolder",
+    "LayoutMismatch",
+    "GaveUp",
+    "SaveFailed",
+    "StoreError",
+    "Permanent",
+    "Transient",
+    "MissingExtra",
+}
+MAX_IMPORT_S = 0.15
+
+
+def test_the_public_names_are_exactly_these() -> None:
+    assert set(unbroken.__all__) == NAMES | ERRORS
+    assert set(dir(unbroken)) == NAMES | ERRORS | {"__version__"}
+
+
+@pytest.mark.parametrize("name", sorted(NAMES | ERRORS))
+def test_every_public_name_resolves(name: str) -> None:
+    home = unbroken._HOME[name]
+    if importlib.util.find_spec(home) is None:
+        pytest.skip(f"{home} is not written yet")
+    assert callable(getattr(unbroken, name))
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'Runn'"):
+        unbroken.Runn  # noqa: B018
+
+
+def test_error_classes_keep_their_exit_codes() -> None:
+    codes = {name: getattr(unbroken, name).exit_code for name in ERRORS - {"MissingExtra"}}
+    assert {name for name, code in codes.items() if code == 3} == {"NoCheckpoint"}
+    assert {name for name, code in codes.items() if code == 4} == {"Refused", "Fenced", "NewerFormat", "ForeignFolder", "LayoutMismatch"}
+    assert {name for name, code in codes.items() if code == 5} == {"GaveUp"}
+    assert set(codes.values()) == {1, 3, 4, 5}
+
+
+def test_import_loads_no_torch_and_is_fast() -> None:
+    script = (
+        "import time; t = time.perf_counter(); import unbroken; t = time.perf_counter() - t\n"
+        "import sys, json; print(json.dumps([t, sorted(set(sys.modules) & {'torch', 'numpy', 'msgspec', 'blake3', 'rich', 'typer'})]))"
+    )
+    best_s = 1e9
+    for _ in range(5):
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True, timeout=60)
+        seconds, heavy = json.loads(done.stdout)
+        assert heavy == []
+        best_s = min(best_s, seconds)
+    assert best_s < MAX_IMPORT_S

@@ -1,0 +1,112 @@
+"""The wire between ranks: two collectives on byte buffers, torn down and rebuilt without leaving the process.
+
+A process group of our own beside the user's: a failed attempt can drop it, which closes its connections, so that peers see the
+failure at once instead of waiting for a timeout, and all can build the next one under a new name in the same store.
+"""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from unbroken.core.limits import COLLECTIVE_TIMEOUT_S
+from unbroken.core.ports import environment
+
+
+class ExchangeFailed(RuntimeError):
+    """A collective did not complete on this rank. It proves nothing about what others saw."""
+
+
+class Exchange:
+    """Collectives among all ranks of the run; at world size 1 they are copies.
+
+    Cost per call: one collective, no device synchronisation of its own beyond what the backend's wait does.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.world_size = dist.get_world_size() if dist.is_initialized() else 1
+        self.device = device
+        self._group: Any = None
+
+    def connect(self, name: str) -> None:
+        """Build the group called `name`; every rank must use the same, and a new one each time."""
+        if self.world_size == 1:
+            return
+        store = c10d.PrefixStore(f"unbroken/{name}", c10d._get_default_store())
+        timeout = datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S)
+        try:
+            if self.device.type == "cuda":
+                options = dist.ProcessGroupNCCL.Options()
+                options._timeout = timeout
+                self._group = dist.ProcessGroupNCCL(store, self.rank, self.world_size, options)
+            else:
+                self._group = dist.ProcessGroupGloo(store, self.rank, self.world_size, timeout)
+        except RuntimeError as error:
+            raise ExchangeFailed(f"could not connect {self.world_size} ranks: {error}") from error
+
+    def abandon(self) -> None:
+        """Drop the group. Peers that wait in a collective with us fail at once."""
+        if self._group is not None and hasattr(self._group, "abort") and self.device.type == "cuda":
+            self._group.abort()
+        self._group = None
+
+    def scatter(self, frames: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
+        """All-to-all of uint8: `sent[d]` bytes go to rank d, `received[s]` come from rank s, in rank order."""
+        if self.world_size == 1:
+            return frames
+        out = torch.empty(sum(received), dtype=torch.uint8, device=frames.device)
+        self._wait(lambda: self._group.alltoall_base(out, frames, received, sent))
+        return out
+
+    def gather(self, part: torch.Tensor) -> torch.Tensor:
+        """All-gather of equally long parts into one flat tensor, in rank order."""
+        if self.world_size == 1:
+            return part
+        out = torch.empty(part.numel() * self.world_size, dtype=part.dtype, device=part.device)
+        self._wait(lambda: self._group._allgather_base(out, part))
+        return out
+
+    def share(self, value: Any, as_type: Any) -> list[Any]:
+        """Every rank's JSON-able `value`, in rank order. For start and recovery, not for the step path."""
+        data = msgspec.json.encode(value)
+        if self.world_size == 1:
+            return [msgspec.json.decode(data, type=as_type)]
+        sizes = self.gather(torch.tensor([len(data)], dtype=torch.int64, device=self.device)).tolist()
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        parts = self.gather(padded.to(self.device)).cpu().view(self.world_size, -1)
+        return [msgspec.json.decode(bytes(parts[r, : sizes[r]].numpy()), type=as_type) for r in range(self.world_size)]
+
+    def _wait(self, start: Any) -> None:
+        if self._group is None:
+            raise ExchangeFailed("the ranks are not connected")
+        try:
+            start().wait()
+        except RuntimeError as error:
+            raise ExchangeFailed(str(error)) from error
+
+
+def join_world(device: torch.device) -> bool:
+    """Initialise torch.distributed when the launcher says that there are several ranks and nobody has yet; True if we did.
+
+    Raises ExchangeFailed when the members cannot find each other in time.
+    """
+    if int(environment("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
+        return False
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    try:
+        store, rank, world_size = next(c10d.rendezvous("env://", timeout=datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S)))
+        # torchrun may keep one store over restarts: without a name of its own an attempt meets the addresses of dead processes
+        store = c10d.PrefixStore(f"unbroken/{environment('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=world_size, timeout=datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S)
+        )
+    except (RuntimeError, ValueError) as error:
+        raise ExchangeFailed(f"torch.distributed could not start from the launcher's environment: {error}") from error
+    return True

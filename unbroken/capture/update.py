@@ -1,0 +1,249 @@
+"""One step as a transaction: units in, one reduced gradient, the update applied by all ranks or by none.
+
+begin -> unit (load buffers of the step's beginning; forward and backward by the user; set the gradient aside) ... -> reduce -> apply.
+Nothing of the state changes before `reduce` has returned, so that a refused attempt is undone by putting the buffers back.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from unbroken.capture.exchange import Exchange
+from unbroken.capture.reduce import OrderedReduction, RankFacts, Reduced, UnitFacts
+from unbroken.capture.stack import Stack
+from unbroken.codec.digest import text_digest
+from unbroken.core.ports import failpoint
+from unbroken.order.tree import Node, merge
+
+
+@dataclass(frozen=True)
+class Applied:
+    """What a step did: `loss` is the weighted mean over its units in unit order; `status` "skipped" after a scaler overflow."""
+
+    loss: float
+    loss_bits: str
+    status: Literal["applied", "skipped"]
+    num_samples: int
+    units: tuple[str, ...]
+
+
+def bits(value: float) -> str:
+    """The 64 bits of a float as 16 hex digits, most significant first."""
+    return struct.pack(">d", value).hex()
+
+
+def from_bits(text: str) -> float:
+    """The float that `bits` wrote."""
+    return float(struct.unpack(">d", bytes.fromhex(text))[0])
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """One unit set aside: its facts, loss (float64, on the device), which buffers it wrote, and its integer buffers' values."""
+
+    unit: int
+    digest: str
+    weight: int
+    loss: torch.Tensor | None
+    changed: Sequence[torch.Tensor]
+    integers: Sequence[torch.Tensor] | None
+
+
+class Update:
+    """Holds one step's gradients until they are applied.
+
+    Cost in the step path: a pass over the gradients per unit, the collectives of `OrderedReduction.reduce`, a copy of the reduced
+    gradient into `.grad`; float buffers travel with the gradients. On accelerators the losses and facts are read once per step.
+    """
+
+    def __init__(self, stack: Stack, num_units: int, exchange: Exchange, *, silence: bool = True) -> None:
+        self._stack = stack
+        self._parameters = [p for p in stack.parameters().values()]
+        buffers = stack.buffers()
+        self._floats = [b for b in buffers.values() if b.is_floating_point()]
+        self._integers = {name: b for name, b in buffers.items() if not b.is_floating_point()}
+        self._num_units = num_units
+        self._exchange = exchange
+        integer_bytes = sum(b.numel() * b.element_size() for b in self._integers.values())
+        self.reduction = OrderedReduction([*self._parameters, *self._floats], num_units, exchange, integer_bytes)
+        self.collected: list[_Unit] = []
+        self._began: list[torch.Tensor] = []
+        self._ran = {id(o): False for o in stack.parts.optimizers.values()}
+        for optimizer in stack.parts.optimizers.values():
+            optimizer.register_step_post_hook(lambda o, *_: self._ran.__setitem__(id(o), True))
+        for model in stack.parts.models.values():
+            if silence and isinstance(model, DistributedDataParallel):
+                # ordered reduction is ours; DDP's own, bucket-wise one must stay silent, and buffers follow the units
+                model.require_backward_grad_sync = False
+                model.broadcast_buffers = False
+
+    def begin(self) -> None:
+        """Start an attempt: remember the buffers as they stand. Cost: a copy of the buffers."""
+        self.reduction.reset()
+        self.collected.clear()
+        self._began = [b.detach().clone() for b in self._all_buffers()]
+
+    def undo(self) -> None:
+        """Give up the attempt: buffers, gradients and collected units are as they were at its beginning."""
+        self._rewind()
+        for parameter in self._parameters:
+            parameter.grad = None
+        self.begin()
+
+    def start_unit(self) -> None:
+        """Every unit starts from the buffers of the step's beginning."""
+        self._rewind()
+
+    @torch.no_grad()
+    def finish_unit(self, unit: int, digest: str, weight: int, loss: torch.Tensor | None) -> None:
+        """Set the unit's gradients and buffers aside and clear `.grad`. A unit without samples has weight 0 and no loss."""
+        gradients = [_dense(p.grad) for p in self._parameters]
+        values: Sequence[torch.Tensor | None] = [*gradients, *self._floats]
+        # no one bumps the version of BatchNorm's statistics: only a comparison tells whether a unit wrote a buffer
+        changed = [_differs(now, began) for now, began in zip(self._all_buffers(), self._began, strict=True)]
+        self.reduction.add(unit, weight, values, [g is not None for g in gradients] + [False] * len(self._floats))
+        for parameter in self._parameters:
+            parameter.grad = None
+        integers = [b.detach().clone() for b in self._integers.values()] if loss is not None else None
+        self.keep(unit, digest, weight, loss, changed, integers)
+
+    def keep(
+        self,
+        unit: int,
+        digest: str,
+        weight: int,
+        loss: torch.Tensor | None,
+        changed: Sequence[torch.Tensor] = (),
+        integers: Sequence[torch.Tensor] | None = None,
+    ) -> None:
+        """Remember a unit's facts until the collective phase; nothing is read from the device yet."""
+        self.collected.append(_Unit(unit, digest, weight, None if loss is None else loss.detach().double(), changed, integers))
+
+    def reduce(self, *, stop: bool, snapshot_next: bool) -> Reduced:
+        """The collective phase. Raises ExchangeFailed; the state is then still that of the step's beginning."""
+        self._rewind()
+        units, raw = [], b""
+        present = bytearray(self.reduction.present)
+        for u in self.collected:
+            digest = ""
+            changed = [bool(c) for c in u.changed] if u.integers is not None else []
+            for j, flag in enumerate(changed[: len(self._floats)]):
+                present[len(self._parameters) + j] |= flag
+            if any(changed[len(self._floats) :]):
+                raw = b"".join(tensor_bytes(b) for b in u.integers or ())
+                digest = text_digest(raw)[:32]
+            units.append(UnitFacts(u.unit, u.digest, u.weight, bits(0.0 if u.loss is None else u.loss.item()), digest))
+        facts = RankFacts(units=tuple(units), stop=stop, snapshot_next=snapshot_next, present=bytes(present), integers=raw)
+        return self.reduction.reduce(facts)
+
+    def apply(self, reduced: Reduced, clip_grad_norm: float | None) -> Applied:
+        """Unscale, clip, optimizers, schedulers, zero_grad. All ranks do the same on the same bits."""
+        units = reduced.units()
+        self._check_integers(units)
+        self._deliver(reduced)
+        failpoint("step.optimizer")
+        applied = self._run_optimizers(clip_grad_norm)
+        for parameter in self._parameters:
+            parameter.grad = None
+        if applied:
+            for scheduler in self._stack.parts.schedulers.values():
+                scheduler.step()
+        loss = self._loss(units, reduced.total_weight)
+        return Applied(
+            loss=loss,
+            loss_bits=bits(loss),
+            status="applied" if applied else "skipped",
+            num_samples=sum(u.weight for u in units),
+            units=tuple(u.digest for u in units),
+        )
+
+    def _all_buffers(self) -> list[torch.Tensor]:
+        return [*self._floats, *self._integers.values()]
+
+    @torch.no_grad()
+    def _rewind(self) -> None:
+        for buffer, began in zip(self._all_buffers(), self._began, strict=True):
+            buffer.copy_(began)
+
+    @torch.no_grad()
+    def _deliver(self, reduced: Reduced) -> None:
+        present = bytearray(len(self._parameters) + len(self._floats))
+        for rank in reduced.facts:
+            for i, flag in enumerate(rank.present):
+                present[i] |= flag
+        layout = self.reduction.layout
+        for i, parameter in enumerate(self._parameters):
+            value = layout.view(reduced.flats, i)
+            parameter.grad = value.to(parameter.dtype) if present[i] else None
+        for j, buffer in enumerate(self._floats):
+            i = len(self._parameters) + j
+            if present[i]:
+                buffer.copy_(layout.view(reduced.flats, i))
+        raw = next((rank.integers for rank in reduced.facts if rank.integers), b"")
+        if raw:
+            offset = 0
+            for buffer in self._integers.values():
+                size = buffer.numel() * buffer.element_size()
+                part = torch.frombuffer(bytearray(raw[offset : offset + size]), dtype=torch.uint8) if size else None
+                if part is not None:
+                    buffer.copy_(part.view(buffer.dtype).view(buffer.shape))
+                offset += size
+
+    def _check_integers(self, units: list[UnitFacts]) -> None:
+        told = {u.integers for u in units if u.weight}  # "" where a unit left them alone
+        if len(told) > 1:
+            raise ValueError(
+                f"integer buffers {sorted(self._integers)} came out different from different units of one step, so that no order of units "
+                "gives one result; make them a function of the step only, or keep them outside the model"
+            )
+
+    def _run_optimizers(self, clip_grad_norm: float | None) -> bool:
+        parts = self._stack.parts
+        for key in self._ran:
+            self._ran[key] = False
+        if parts.scaler is not None:
+            for optimizer in parts.optimizers.values():
+                parts.scaler.unscale_(optimizer)
+        if clip_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self._parameters, clip_grad_norm)
+        for optimizer in parts.optimizers.values():
+            if parts.scaler is not None:
+                parts.scaler.step(optimizer)
+            else:
+                optimizer.step()
+        if parts.scaler is not None:
+            parts.scaler.update()
+            return any(self._ran.values())
+        return True
+
+    def _loss(self, units: list[UnitFacts], total_weight: int) -> float:
+        nodes = merge({Node(0, u.unit): u.weight * from_bits(u.loss) for u in units}, lambda a, b: a + b, self._num_units)
+        assert len(nodes) == 1
+        return float(next(iter(nodes.values()))) / max(total_weight, 1)
+
+
+def tensor_bytes(tensor: torch.Tensor) -> bytes:
+    """A tensor's elements as bytes, in logical order."""
+    return bytes(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+
+
+def _differs(now: torch.Tensor, began: torch.Tensor) -> torch.Tensor:
+    """Whether any element has another value (NaN equals NaN); stays on the device."""
+    if now.is_floating_point():
+        return ((now != began) & ~(now.isnan() & began.isnan())).any()
+    return (now != began).any()
+
+
+def _dense(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
+
+
+def scaled(scaler: Any, loss: torch.Tensor) -> torch.Tensor:
+    """The loss times the scaler's scale; the loss itself without a scaler."""
+    return loss if scaler is None else scaler.scale(loss)

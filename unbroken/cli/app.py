@@ -1,0 +1,42 @@
+"""The command line: which commands there are."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+import unbroken
+from unbroken.cli import certify, demo, ls, run, show, verify
+
+app = typer.Typer(
+    name="unbroken",
+    help="Training that cannot be broken: kill it, and the run ends in the same bits, with proof.",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+app.command("run", context_settings=run.PASS_EVERYTHING_ON, add_help_option=False)(run.command)
+for _module in (demo, ls, show, verify, certify):
+    app.command(_module.__name__.rpartition(".")[2])(_module.command)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"unbroken {unbroken.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")] = False,
+) -> None:
+    """Training that cannot be broken: kill it, and the run ends in the same bits, with proof.
+
+    Exit codes: 0 ok, 1 the check found a problem, 2 usage, 3 no usable checkpoint, 4 refused, 5 gave up.
+    """
+
+
+def main() -> None:
+    """Entry point of the `unbroken` command."""
+    app()

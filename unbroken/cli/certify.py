@@ -1,0 +1,62 @@
+"""`unbroken certify`: prove that a run was unbroken."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+
+from unbroken.cli.output import DirArgument, JsonOption, console, errors_as_exit_codes, print_json
+
+if TYPE_CHECKING:
+    from unbroken.recover.certify import Certificate
+
+FACTS = (
+    "steps",
+    "final_step",
+    "final_root",
+    "generations",
+    "world_sizes",
+    "steps_lost_total",
+    "num_checkpoints",
+    "fell_back",
+    "samples_exactly_once",
+    "losses_equal",
+    "state_root_equal",
+    "superseded_equal",
+)
+
+
+def command(
+    directory: DirArgument,
+    against: Annotated[
+        str | None, typer.Option(metavar="DIR", help="An uninterrupted run to compare with, step by step.", show_default=False)
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Prove from stored bytes that every step and every sample happened once; exit code 1 when it cannot be proven."""
+    with errors_as_exit_codes(as_json):
+        from unbroken.checkpoints import open as open_run
+
+        certificate = open_run(directory).certify(against)
+        if as_json:
+            print_json(certificate)
+        else:
+            _print(certificate)
+    raise typer.Exit(0 if certificate.certified else 1)
+
+
+def _print(certificate: Certificate) -> None:
+    table = Table(box=None, show_header=False)
+    for name in FACTS:
+        value = getattr(certificate, name)
+        table.add_row(name.replace("_", " "), "not checked" if value is None else str(value))
+    console().print(table)
+    for one in certificate.condemned:
+        console().print(f"condemned: step {one.step} of generation {one.generation}: {one.reason}")
+    for difference in certificate.differences:
+        console().print(f"[yellow]limits the claim[/yellow]: {difference}")
+    for problem in certificate.problems:
+        console().print(f"[red]problem[/red]: {problem}")
+    console().print(f"[green]certified[/green], grade {certificate.grade}" if certificate.certified else "[red]not certified[/red]")

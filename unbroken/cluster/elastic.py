@@ -1,0 +1,291 @@
+"""The agent that holds a node's workers: TorchElastic's, but it waits on process descriptors, kills at once and decides by rule.
+
+A worker's death is seen when the kernel announces it, the rest of the group is killed with SIGKILL (nothing they hold is needed: memory
+slots belong to the daemon) together with whatever the workers had started, and each attempt meets in a store of its own, so that no
+address of a dead attempt can be read. Death seen -> next workers started: about 50 ms on one node.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import LogsSpecs
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from unbroken.cluster.decide import Failure, Options, decide, describe
+from unbroken.cluster.signals import SignalInbox
+from unbroken.cluster.witness import Witness
+from unbroken.core.os import kill_group, peek_exit, pidfd, wait_any
+from unbroken.core.ports import Clock
+
+LOOK_INTERVAL_S = 1.0
+"""Between looks at things that announce nothing: the launch file, and on several nodes the rendezvous."""
+
+REAP_TIMEOUT_S = 30
+"""A killed worker that does not die in this time sits in the kernel (dead disk, wedged device); it is given up with a message."""
+
+STORE_KEY = "unbroken/worker_store_port"
+STORE_TIMEOUT = timedelta(seconds=60)
+"""Of one request to the workers' store."""
+
+MAX_HISTORY = 1024
+"""Failures remembered for the decision; older ones matter to no rule."""
+
+MAX_ERROR_CHARS = 300
+"""Of an error's first line, which is what reasons quote; the whole text stays in the error file."""
+
+MAX_ERROR_FILE_BYTES = 1 << 20
+"""A worker's error file larger than this is not read."""
+
+
+@dataclass
+class Attempt:
+    """The living group: per local rank its pid, the descriptor that tells of its death, and the exit code once it ended."""
+
+    pids: dict[int, int]
+    fds: dict[int, int]
+    codes: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def has_ended(self) -> bool:
+        return len(self.codes) == len(self.pids)
+
+    @property
+    def has_failed(self) -> bool:
+        return any(self.codes.values())
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What the agent is given by the launcher. `say` prints a line for people; `grace_s` is what workers get to end by themselves."""
+
+    options: Options
+    witness: Witness
+    inbox: SignalInbox
+    clock: Clock
+    say: Callable[[str], None]
+    grace_s: float
+    num_nodes_max: int
+
+
+class ElasticAgent(LocalElasticAgent):
+    """Runs the workers of one node until all have ended by themselves or the rule says stop."""
+
+    def __init__(self, spec: WorkerSpec, logs_specs: LogsSpecs, around: Surroundings, log_line_prefix_template: str | None = None) -> None:
+        super().__init__(spec, logs_specs, log_line_prefix_template=log_line_prefix_template)
+        self.history: list[Failure] = []
+        self.end_signal: signal.Signals | None = None
+        self.reason = ""
+        self.num_restarts = 0
+        self._around = around
+        self._attempt: Attempt | None = None
+        self._kill_at_s: float | None = None
+        self._generation_before: int | None = None
+        self._worker_store: TCPStore | None = None
+
+    def _invoke_run(self, role: str = DEFAULT_ROLE) -> RunResult:
+        """Start, wait, decide, start again. Every end of every attempt passes through here."""
+        group = self._worker_group
+        self._initialize_workers(group)
+        while True:
+            attempt = self._wait_for_end()
+            detected_s = self._around.clock.monotonic()
+            causes = {rank: code for rank, code in attempt.codes.items() if code != 0}
+            self._kill_and_reap()
+            if attempt.has_ended and not causes:
+                return self._succeeded(group)
+            if causes:
+                self._remember(group, causes, detected_s)
+                decision, self.reason = decide(detected_s, self.history, self._around.options)
+                if decision == "stop":
+                    return self._failed(group, attempt, causes)
+            else:
+                self.reason = "nodes joined or left"
+            self._around.say(self.reason)
+            self._start_again(group, detected_s, causes)
+
+    def _start_again(self, group: WorkerGroup, detected_s: float, causes: dict[int, int]) -> None:
+        self._remaining_restarts -= 1
+        self.num_restarts += 1
+        self._close_attempt()
+        group.state = WorkerState.STOPPED
+        ranks = {group.workers[local].global_rank: code for local, code in causes.items()}
+        self._initialize_workers(group)
+        respawn_s = self._around.clock.monotonic()
+        facts: dict[str, Any] = {
+            "attempt": self.num_restarts,
+            "rank": min(ranks, default=-1),
+            "exit_codes": {str(rank): code for rank, code in ranks.items()},
+            "signals": {str(rank): describe(code) for rank, code in ranks.items() if code < 0},
+        }
+        self._around.witness.note("recovery", {"detect": detected_s, "respawn": respawn_s}, facts)
+        self._around.say(f"workers started again {(respawn_s - detected_s) * 1000:.0f} ms after the failure was seen")
+
+    def _succeeded(self, group: WorkerGroup) -> RunResult:
+        group.state = WorkerState.SUCCEEDED
+        if self._around.num_nodes_max > 1:
+            self._exit_barrier()  # type: ignore[no-untyped-call]
+        self.reason = "all workers ended by themselves"
+        return RunResult(state=WorkerState.SUCCEEDED, return_values={worker.global_rank: None for worker in group.workers})
+
+    def _failed(self, group: WorkerGroup, attempt: Attempt, causes: dict[int, int]) -> RunResult:
+        group.state = WorkerState.FAILED
+        failures = {}
+        for local, code in causes.items():
+            failure = ProcessFailure(local_rank=local, pid=attempt.pids[local], exitcode=code, error_file="")
+            failures[group.workers[local].global_rank] = failure
+        return RunResult(state=WorkerState.FAILED, failures=failures)
+
+    def _wait_for_end(self) -> Attempt:
+        """Until all workers ended, or one failed (when asked to end: all, within the grace), or the set of nodes changed."""
+        attempt = self._attempt
+        assert attempt is not None, "waiting for workers that were not started"
+        while True:
+            for local, pid in attempt.pids.items():
+                if local not in attempt.codes and (code := peek_exit(pid)) is not None:
+                    attempt.codes[local] = code
+            if attempt.has_ended or (attempt.has_failed and self.end_signal is None):
+                return attempt
+            self._obey_signals(attempt)
+            if self._around.num_nodes_max > 1 and self._worker_group.spec.rdzv_handler.num_nodes_waiting() > 0:
+                return attempt
+            self._around.witness.look()
+            living = [fd for local, fd in attempt.fds.items() if local not in attempt.codes]
+            wait_any([*living, self._around.inbox.fd], self._patience_s())
+
+    def _patience_s(self) -> float:
+        if self._kill_at_s is None:
+            return LOOK_INTERVAL_S
+        return min(LOOK_INTERVAL_S, max(0.001, self._kill_at_s - self._around.clock.monotonic()))
+
+    def _obey_signals(self, attempt: Attempt) -> None:
+        """Pass the first signal on and start the grace; a second interrupt from the keyboard, or the end of the grace, kills."""
+        now_s = self._around.clock.monotonic()
+        for sig in self._around.inbox.take():
+            if self.end_signal is None:
+                self.end_signal, self._kill_at_s = sig, now_s + self._around.grace_s
+                self._around.say(f"{sig.name}: workers finish their step and commit (at most {self._around.grace_s:g} s)")
+                self._pass_on(attempt, sig)
+            elif sig == signal.SIGINT:
+                self._kill_at_s = now_s
+        if self._kill_at_s is not None and now_s >= self._kill_at_s:
+            self._kill_at_s = now_s + LOOK_INTERVAL_S
+            for pid in attempt.pids.values():
+                kill_group(pid)
+
+    def _pass_on(self, attempt: Attempt, sig: signal.Signals) -> None:
+        """To the workers alone, not to their children. SIGUSR1 stays itself, every other wish to end becomes SIGTERM."""
+        for local, pid in attempt.pids.items():
+            if local not in attempt.codes:
+                os.kill(pid, signal.SIGUSR1 if sig == signal.SIGUSR1 else signal.SIGTERM)
+
+    def _remember(self, group: WorkerGroup, causes: dict[int, int], detected_s: float) -> None:
+        """Add a failure to the history, with the step it happened at if this attempt opened a generation of its own."""
+        progress = self._around.witness.progress()
+        opened = progress.generation is not None and progress.generation != self._generation_before
+        self._generation_before = progress.generation
+        error_files = self._pcontext.error_files if self._pcontext is not None else {}
+        failed = {group.workers[local].global_rank: (code, error_files.get(local, "")) for local, code in causes.items()}
+        rank, error = root_cause(failed)
+        failure = Failure(
+            at_s=detected_s,
+            codes=tuple(sorted((r, code) for r, (code, _) in failed.items())),
+            rank=rank,
+            error=error,
+            step=progress.applied + 1 if opened and progress.applied is not None else None,
+            committed=progress.committed,
+            asked_to_end=self.end_signal is not None,
+        )
+        self.history = [*self.history[1 - MAX_HISTORY :], failure]
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        pids: dict[int, int] = super()._start_workers(worker_group)
+        self._around.inbox.install()
+        self._attempt = Attempt(pids=pids, fds={local: pidfd(pid) for local, pid in pids.items()})
+        return pids
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        """Meet the other nodes (a node alone does so once: TorchElastic takes up to 0.3 s), then give the attempt a store of its own.
+
+        The store lives in the first node's agent, which holds its port from the moment it has one: nobody else can take it.
+        """
+        group: Any = worker_group
+        alone = self._around.num_nodes_max == 1
+        if group.store is None or not alone:
+            super()._rendezvous(worker_group)
+        if not group.spec.rdzv_handler.use_agent_store:
+            return
+        if alone:
+            group.master_addr = "127.0.0.1"
+        if group.group_rank == 0:
+            self._worker_store = TCPStore(group.master_addr, 0, is_master=True, wait_for_workers=False, timeout=STORE_TIMEOUT)
+            group.store.set(STORE_KEY, str(self._worker_store.port))
+        group.master_port = int(group.store.get(STORE_KEY))
+
+    def _kill_and_reap(self) -> None:
+        """End the attempt's processes and all they started. Groups are killed before their leaders are reaped: a pid is ours until then."""
+        attempt = self._attempt
+        if attempt is not None:
+            for pid in attempt.pids.values():
+                kill_group(pid)
+            self._wait_until_dead(attempt)
+        if self._pcontext is not None:
+            self._pcontext.close(signal.SIGKILL, REAP_TIMEOUT_S)
+
+    def _wait_until_dead(self, attempt: Attempt) -> None:
+        living = set(attempt.fds.values())
+        deadline_s = self._around.clock.monotonic() + REAP_TIMEOUT_S
+        while living and (left_s := deadline_s - self._around.clock.monotonic()) > 0:
+            living.difference_update(wait_any(sorted(living), left_s))
+
+    def _close_attempt(self) -> None:
+        attempt, self._attempt = self._attempt, None
+        if attempt is not None:
+            for fd in attempt.fds.values():
+                os.close(fd)
+        self._pcontext = None
+        self._worker_store = None
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = REAP_TIMEOUT_S) -> None:
+        """The last thing of every run, also after an error of our own."""
+        if self._attempt is not None:
+            self._kill_and_reap()
+        super()._shutdown(signal.SIGKILL, timeout)
+        self._close_attempt()
+
+
+def root_cause(failed: dict[int, tuple[int, str]]) -> tuple[int, str]:
+    """The rank whose failure explains the others, and that failure in words. `failed`: global rank -> (exit code, path of its error file).
+
+    A signal explains the exceptions of those who lost their peer; among exceptions the earliest does.
+    """
+    ranked = []
+    for rank, (code, path) in failed.items():
+        text, moment = read_error_file(path) if code > 0 else ("", 0)
+        line = text.strip().partition("\n")[0][:MAX_ERROR_CHARS]
+        ranked.append((code > 0, moment, rank, describe(code) + (f": {line}" if line else "")))
+    _, _, rank, error = min(ranked)
+    return rank, error
+
+
+def read_error_file(path: str) -> tuple[str, int]:
+    """Message and second (Unix time) of an error file in TorchElastic's format; ("", 0) when there is none that can be read."""
+    try:
+        if not os.path.isfile(path) or os.path.getsize(path) > MAX_ERROR_FILE_BYTES:
+            return "", 0
+        with open(path, "rb") as file:
+            message = msgspec.json.decode(file.read(), type=dict[str, Any]).get("message")
+        if isinstance(message, dict):
+            return str(message.get("message", "")), int(message.get("extraInfo", {}).get("timestamp", 0))
+        return str(message or ""), 0
+    except (OSError, ValueError, AttributeError, TypeError):
+        return "", 0

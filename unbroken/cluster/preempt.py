@@ -1,0 +1,42 @@
+"""A request to stop, from scheduler or launcher: the trainer finishes its step, commits and exits 0."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+
+class StopRequest:
+    """Set by SIGTERM or SIGUSR1. The user's own handlers are called too. Outside the main thread nothing is installed."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        self.name = ""
+        self._previous: dict[int, Any] = {}
+
+    def install(self) -> None:
+        """Listen from now on."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in SIGNALS:
+            self._previous[number] = signal.signal(number, self._arrive)
+
+    def remove(self) -> None:
+        """Give the signals back to whoever had them."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number, previous in self._previous.items():
+            if signal.getsignal(number) == self._arrive and previous is not None:
+                signal.signal(number, previous)
+        self._previous.clear()
+
+    def _arrive(self, number: int, frame: FrameType | None) -> None:
+        self.requested = True
+        self.name = signal.Signals(number).name
+        previous = self._previous.get(number)
+        if callable(previous):
+            previous(number, frame)

@@ -1,0 +1,130 @@
+"""A trainer's line to its node daemon: questions with one answer each, and news that arrive unasked."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import TypeVar
+
+from unbroken.core import errors
+from unbroken.core.limits import REPLY_TIMEOUT_S
+from unbroken.core.messages import Bye, Committed, Error, Failed, Hello, Message, Welcome
+from unbroken.core.ports import Clock
+from unbroken.shm.channel import Channel, connect
+
+M = TypeVar("M")
+
+
+class DaemonLost(errors.UnbrokenError):
+    """The node daemon has gone; training can go on, but nothing is saved until it is back."""
+
+
+class SaveWarning(UserWarning):
+    """An automatic save failed or could not start; training went on and older checkpoints are untouched."""
+
+
+def raise_error(error: Error) -> None:
+    """Raise the daemon's refusal as the class that it names."""
+    kind = getattr(errors, error.kind, None)
+    if isinstance(kind, type) and issubclass(kind, errors.UnbrokenError) and kind is not errors.Damaged:
+        raise kind(error.text)
+    if error.kind in ("ValueError", "TypeError"):
+        raise ValueError(error.text)
+    failed = errors.UnbrokenError(f"{error.kind}: {error.text}")
+    failed.exit_code = error.code
+    raise failed
+
+
+class Link:
+    """One connection. Not thread-safe: the training thread owns it."""
+
+    def __init__(self, channel: Channel, clock: Clock) -> None:
+        self._channel = channel
+        self._clock = clock
+        self.committed: Committed | None = None
+        self.failures: list[Failed] = []
+        self.lost: str | None = None
+
+    @classmethod
+    def open(cls, directory: str, hello: Hello, clock: Clock, *, start: bool) -> Link:
+        """Connect to the daemon of this folder, starting it where `start`; raises what the daemon says against it."""
+        link = cls(connect(directory, start), clock)
+        link.ask(hello, Welcome)
+        return link
+
+    def send(self, message: Message, fds: Sequence[int] = ()) -> None:
+        """Send without waiting for an answer. DaemonLost when nobody is there."""
+        try:
+            self._channel.send(message, fds)
+        except (ConnectionError, BrokenPipeError) as error:
+            self.lost = f"the node daemon has gone: {error}"
+            raise DaemonLost(self.lost) from error
+
+    def ask(self, message: Message, answer: type[M], timeout_s: float = REPLY_TIMEOUT_S) -> tuple[M, list[int]]:
+        """Send, then wait for an answer of this type; news that come before it are kept. Descriptors come with it."""
+        self.send(message)
+        return self.expect(answer, timeout_s)
+
+    def expect(self, answer: type[M], timeout_s: float = REPLY_TIMEOUT_S) -> tuple[M, list[int]]:
+        """Wait for a message of this type. Raises what an `Error` names, DaemonLost, TimeoutError."""
+        end = self._clock.monotonic() + timeout_s
+        while True:
+            message, fds = self._receive(max(0.0, end - self._clock.monotonic()))
+            if isinstance(message, answer):
+                return message, fds
+            if isinstance(message, Error):
+                raise_error(message)
+            self._note(message)
+
+    def poll(self) -> None:
+        """Take in what has arrived, without waiting. A failed save becomes one warning."""
+        while self.lost is None:
+            try:
+                message, _ = self._receive(0.0)
+            except (TimeoutError, DaemonLost):
+                return
+            self._note(message)
+
+    def wait_for_step(self, step: int, timeout_s: float) -> None:
+        """Wait until the checkpoint of `step` is visible and durable. SaveFailed with the cause otherwise."""
+        end = self._clock.monotonic() + timeout_s
+        while True:
+            self.poll()
+            if self.committed is not None and self.committed.step >= step:
+                return
+            for failure in self.failures:
+                if failure.step == step:
+                    raise errors.SaveFailed(f"the checkpoint of step {step} was not saved: {failure.text}")
+            if self.lost is not None:
+                raise errors.SaveFailed(f"the checkpoint of step {step} was not saved: {self.lost}")
+            left = end - self._clock.monotonic()
+            if left <= 0:
+                raise errors.SaveFailed(f"the checkpoint of step {step} was not durable after {timeout_s:.0f} s")
+            try:
+                message, _ = self._receive(min(left, 1.0))
+            except (TimeoutError, DaemonLost):
+                continue
+            self._note(message)
+
+    def close(self) -> None:
+        """Say goodbye; harmless when the daemon has gone."""
+        try:
+            self._channel.send(Bye(), ())
+        except (ConnectionError, BrokenPipeError, OSError):
+            pass  # nobody is there to be told
+        self._channel.close()
+
+    def _receive(self, timeout_s: float) -> tuple[Message, list[int]]:
+        try:
+            message, fds = self._channel.receive(timeout_s)
+        except ConnectionError as error:
+            self.lost = f"the node daemon has gone: {error}"
+            raise DaemonLost(self.lost) from error
+        return message, list(fds)
+
+    def _note(self, message: Message) -> None:
+        if isinstance(message, Committed):
+            self.committed = message
+        elif isinstance(message, Failed):
+            self.failures.append(message)
+            warnings.warn(f"checkpoint of step {message.step} not saved, training goes on: {message.text}", SaveWarning, stacklevel=4)

@@ -1,0 +1,167 @@
+"""Which checkpoint to read, and its verified bytes: the newest good one, or the very step that was asked for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+
+from unbroken.core.errors import Damaged, NoCheckpoint, Permanent
+from unbroken.core.os import boot_id, hostname, is_alive
+from unbroken.core.ports import Buffer, Tier
+from unbroken.core.records import CommitEntry, LogEntry, Manifest, Piece, StoredPiece, Writer
+from unbroken.store import paths
+from unbroken.store.repository import Repository
+from unbroken.store.sealed import read_sealed
+
+Pieces = dict[str, tuple[Piece, Buffer]]
+Wanted = Callable[[StoredPiece], bool]
+
+_MAX_LISTED = 20
+
+
+@dataclass(frozen=True, slots=True)
+class PassedOver:
+    """A checkpoint that could not be used: the damaged objects and what is wrong. `generation` is None if the log does not know it."""
+
+    step: int
+    generation: int | None
+    objects: tuple[str, ...]
+    reason: str
+
+    def __str__(self) -> str:
+        return f"step {self.step}: {self.reason}"
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The pieces of one checkpoint, all verified, and the newer ones that were passed over for it."""
+
+    commit: CommitEntry
+    pieces: Pieces
+    passed_over: tuple[PassedOver, ...] = field(default=())
+
+
+def logical(stored: StoredPiece) -> bool:
+    """What makes up the state: restored pieces that are the same on every rank."""
+    return stored.rank is None and stored.piece.role == "restored"
+
+
+def checked_manifests(repository: Repository, commit: CommitEntry) -> list[Manifest]:
+    """The manifests of a commit, verified, their packs there and long enough. Damaged names the first object that is not. No data is read."""
+    manifests = repository.manifests(commit)
+    ends: dict[str, int] = {}
+    for manifest in manifests:
+        for chunk in manifest.chunks:
+            ends[chunk.pack] = max(ends.get(chunk.pack, 0), chunk.offset + chunk.stored_bytes)
+    for pack, end in ends.items():
+        try:
+            size = repository.tier.size(pack)
+        except FileNotFoundError:
+            raise Damaged(pack, "missing") from None
+        except Permanent as error:
+            raise Damaged(pack, f"cannot be read ({error})") from error
+        if size < end:
+            raise Damaged(pack, f"cut short: {size} bytes where at least {end} must be")
+    return manifests
+
+
+def read_commit(repository: Repository, commit: CommitEntry, wanted: Wanted = logical) -> Pieces:
+    """The wanted pieces by pointer, every chunk and piece digest verified. Damaged names the object. Cost: one read of their bytes."""
+    manifests = checked_manifests(repository, commit)
+    found: Pieces = {}
+    for manifest in manifests:
+        selected = [s for s in manifest.pieces if wanted(s) and s.piece.pointer not in found]
+        for stored, data in repository.read_pieces(manifest, selected):
+            found[stored.piece.pointer] = (stored.piece, data)
+    return found
+
+
+def _listed(commits: tuple[CommitEntry, ...]) -> str:
+    steps = [str(commit.step) for commit in commits]
+    shown = ", ".join(steps[-_MAX_LISTED:])
+    return f"there are {'..., ' if len(steps) > _MAX_LISTED else ''}{shown}" if steps else "there are none"
+
+
+def commit_of(repository: Repository, step: int) -> CommitEntry:
+    """The visible commit of exactly this step; NoCheckpoint lists those there are."""
+    commits = repository.visible()
+    for commit in commits:
+        if commit.step == step:
+            return commit
+    condemned = [entry.reason for entry in repository.log.state.condemned if entry.step == step]
+    why = f" (it was condemned: {condemned[-1]})" if condemned else ""
+    raise NoCheckpoint(f"no checkpoint of step {step}{why}; {_listed(commits)}")
+
+
+def newest_good(repository: Repository, read: Callable[[CommitEntry], Pieces]) -> Found:
+    """The newest checkpoint that `read` finds whole; older ones are tried in turn. NoCheckpoint lists each with its reason."""
+    passed: list[PassedOver] = []
+    for commit in reversed(repository.visible()):
+        try:
+            return Found(commit, read(commit), (*_uncommitted(repository, commit.step), *passed))
+        except Damaged as error:
+            passed.append(PassedOver(commit.step, commit.generation, (error.path,), str(error)))
+    reasons = [*map(str, passed), *map(str, _uncommitted(repository, -1)), *repository.log.damage[:_MAX_LISTED]]
+    reasons += [f"step {c.step}: condemned ({c.reason})" for c in repository.log.state.condemned[-_MAX_LISTED:]]
+    if reasons:
+        raise NoCheckpoint("no usable checkpoint:\n  " + "\n  ".join(reasons))
+    raise NoCheckpoint("no checkpoint has been committed here yet")
+
+
+def newest_plausible(repository: Repository) -> CommitEntry | None:
+    """The newest commit whose manifests verify and whose packs are there; bytes inside the packs are verified only when they are read."""
+    for commit in reversed(repository.visible()):
+        try:
+            checked_manifests(repository, commit)
+        except Damaged:
+            continue  # safe: load() names it, and verify() reports it
+        return commit
+    return None
+
+
+def _uncommitted(repository: Repository, newer_than: int) -> Iterator[PassedOver]:
+    """Newer steps of which a manifest lies here but no log entry speaks: the commit was cut off, or its entry has been lost."""
+    state = repository.log.state
+    if _is_being_written(repository.tier):
+        return
+    known = {ref.path for commit in state.commits for ref in commit.manifests}
+    gone = set(state.pruned) | {(c.step, c.generation) for c in state.condemned}
+    damage = [text for text in repository.log.damage if text]
+    seen: set[int] = set()
+    for path in repository.tier.list(paths.MANIFESTS):
+        name = paths.manifest_name(path)
+        if name is None or path in known or name.step <= newer_than or name.step in seen or (name.step, name.generation) in gone:
+            continue
+        seen.add(name.step)
+        reason = f"its log entry is damaged or lost ({damage[-1]})" if damage else "its log entry is missing: the save was cut off, or the entry lost"
+        yield PassedOver(name.step, None, (path,), reason)
+
+
+def _is_being_written(tier: Tier) -> bool:
+    """True if another process may be between a manifest and its log entry right now."""
+    try:
+        writer = msgspec.json.decode(tier.read(paths.WRITER), type=Writer)
+    except (FileNotFoundError, Permanent, msgspec.MsgspecError, ValueError):
+        return False
+    if writer.host != hostname():
+        return True
+    return writer.pid != os.getpid() and writer.boot_id == boot_id() and is_alive(writer.pid)
+
+
+def commit_times(tier: Tier, lineage: str, head: int, commits: tuple[CommitEntry, ...]) -> Mapping[tuple[int, int], str]:
+    """When each commit's log entry was written, by (step, generation). Reads the log backwards until all are found; unreadable ones are left out."""
+    wanted = {(commit.step, commit.generation) for commit in commits}
+    times: dict[tuple[int, int], str] = {}
+    for n in range(head, -1, -1):
+        if len(times) == len(wanted):
+            break
+        try:
+            line, _ = read_sealed(tier, paths.log_entry(lineage, n), "log", LogEntry)
+        except (FileNotFoundError, Damaged):
+            continue  # safe: a time is only shown to people; the damage is in log.damage
+        if isinstance(line.entry, CommitEntry) and (line.entry.step, line.entry.generation) in wanted:
+            times.setdefault((line.entry.step, line.entry.generation), line.time)
+    return times

@@ -1,0 +1,103 @@
+"""Snapshots as the trainer takes them: pick a slot, copy, tell the daemon."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+
+from unbroken.capture.freeze import freeze, needed_bytes, plan_slot
+from unbroken.capture.stack import Stack
+from unbroken.capture.tree import Item
+from unbroken.core.limits import NUM_SLOTS
+from unbroken.core.messages import NeedSlots, Ready, Slots
+from unbroken.core.ports import Clock, failpoint
+from unbroken.recover.link import DaemonLost, Link, SaveWarning
+from unbroken.shm.slots import Slot, pick
+
+
+@dataclass(frozen=True)
+class Taken:
+    """One snapshot: seconds of copying, and seconds that training waited in all."""
+
+    step: int
+    capture_s: float
+    stall_s: float
+    size_bytes: int
+
+
+class Snapshots:
+    """This rank's slots. `take` is in the step path on snapshot steps: one copy of the rank's share, no collective."""
+
+    def __init__(self, link: Link, clock: Clock, rank: int, world_size: int, generation: int) -> None:
+        self._link = link
+        self._clock = clock
+        self._rank = rank
+        self._world_size = world_size
+        self._generation = generation
+        self._slots: list[Slot] = []
+        self._size = 0
+
+    def reserve(self, size_bytes: int) -> None:
+        """Have slots of at least this size; makes new ones only when those at hand are too small."""
+        if self._slots and self._size >= size_bytes:
+            return
+        answer, fds = self._link.ask(NeedSlots(size_bytes=size_bytes, num=NUM_SLOTS), Slots)
+        for slot in self._slots:
+            slot.close()
+        self._slots = [Slot(fd, size) for fd, size in zip(fds, answer.sizes, strict=True)]
+        self._size = min(answer.sizes)
+
+    def has_room(self) -> bool:
+        """Could a snapshot start now? Looks only; `pick` would claim a slot."""
+        ready = sum(slot.is_ready for slot in self._slots)
+        return not self._slots or any(not slot.held and (not slot.is_ready or ready > 1) for slot in self._slots)
+
+    def take(self, stack_items: list[Item], step: int, *, milestone: bool, wait_s: float) -> Taken | None:
+        """Freeze the items; None, with one warning, when no slot gets free within `wait_s` or the daemon has gone."""
+        began = self._clock.monotonic()
+        failpoint("capture.begin")
+        index = plan_slot(
+            stack_items, generation=self._generation, step=step, rank=self._rank, world_size=self._world_size, milestone=milestone
+        )
+        try:
+            size = needed_bytes(index)
+            self.reserve(size if not self._slots else max(size, size + size // 16 if size > self._size else size))
+            slot = self._wait_for_slot(wait_s)
+            if slot is None:
+                warnings.warn(f"no snapshot at step {step}: the one before is still being written", SaveWarning, stacklevel=3)
+                return None
+            copying = self._clock.monotonic()
+            freeze(slot, index, stack_items)
+            copied = self._clock.monotonic()
+            self._link.send(
+                Ready(generation=self._generation, step=step, rank=self._rank, slot=self._slots.index(slot), milestone=milestone)
+            )
+        except DaemonLost as error:
+            warnings.warn(f"no snapshot at step {step}, training goes on: {error}", SaveWarning, stacklevel=3)
+            return None
+        failpoint("capture.ready")
+        return Taken(step, copied - copying, self._clock.monotonic() - began, size)
+
+    def close(self) -> None:
+        """Unmap the slots; their content stays with the daemon."""
+        for slot in self._slots:
+            slot.close()
+        self._slots = []
+
+    def _wait_for_slot(self, wait_s: float) -> Slot | None:
+        end = self._clock.monotonic() + wait_s
+        while (slot := pick(self._slots)) is None:
+            if self._clock.monotonic() >= end or self._link.lost is not None:
+                return None
+            self._link.poll()
+            self._clock.sleep(0.002)
+        return slot
+
+
+def expected_bytes(stack: Stack, items: list[Item]) -> int:
+    """Size to reserve before the first step: what is there now, and two moments per parameter where an optimizer has none yet."""
+    size = sum(i.nbytes + 512 for i in items) + (1 << 20)
+    for optimizer in stack.parts.optimizers.values():
+        if not optimizer.state:
+            size += 2 * sum(p.numel() * p.element_size() + 1024 for g in optimizer.param_groups for p in g["params"])
+    return size

@@ -1,0 +1,63 @@
+"""The bytes behind a plan: every piece that one rank needs, verified, from memory slots or from the run folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from unbroken.core.errors import Damaged
+from unbroken.core.messages import OldSlots, Plan, Slots
+from unbroken.core.ports import Buffer, Tier
+from unbroken.core.records import Piece
+from unbroken.recover.link import Link
+from unbroken.shm.slots import Slot
+from unbroken.store.repository import Repository
+
+
+@dataclass
+class Loaded:
+    """Pieces by pointer; `own` says whether the rank pieces among them are this rank's. `slots` keep the memory mapped until `close`."""
+
+    pieces: dict[str, tuple[Piece, Buffer]]
+    own: bool
+    slots: tuple[Slot, ...] = ()
+
+    def close(self) -> None:
+        """Let go of the memory; the pieces' buffers are void afterwards."""
+        self.pieces.clear()
+        for slot in self.slots:
+            slot.close()
+
+
+def from_memory(link: Link, plan: Plan, rank: int) -> Loaded:
+    """Pieces out of the slot that this rank froze, or of rank 0's where it has none. Damaged when the slot is not what the plan says."""
+    mine = next((s for s in plan.slots if s.rank == rank), None)
+    wanted = mine or plan.slots[0]
+    answer, fds = link.ask(OldSlots(slots=(wanted,)), Slots)
+    slot = Slot(fds[0], answer.sizes[0])
+    index = slot.index()
+    if (index.step, index.generation, index.rank) != (plan.step, plan.stored_generation, wanted.rank):
+        slot.close()
+        raise Damaged(f"slot {wanted.slot} of rank {wanted.rank}", f"holds step {index.step}, not step {plan.step} of the plan")
+    data = slot.data()
+    pieces: dict[str, tuple[Piece, Buffer]] = {
+        p.piece.pointer: (p.piece, data[p.offset : p.offset + p.size_bytes])
+        for p in index.pieces
+        if p.piece.scope == "logical" or mine is not None
+    }
+    return Loaded(pieces, own=mine is not None, slots=(slot,))
+
+
+def from_disk(tier: Tier, plan: Plan, rank: int) -> Loaded:
+    """Pieces out of the folder, each chunk and piece verified; raises Damaged naming the pack or manifest."""
+    repository = Repository.open(tier)
+    commit = next((c for c in repository.visible() if (c.step, c.generation) == (plan.step, plan.stored_generation)), None)
+    if commit is None:
+        raise Damaged("log", f"the commit of step {plan.step}, generation {plan.stored_generation}, is not visible")
+    pieces: dict[str, tuple[Piece, Buffer]] = {}
+    own = False
+    for manifest in repository.manifests(commit):
+        wanted = [s for s in manifest.pieces if s.rank is None or s.rank == rank]
+        own = own or rank in manifest.ranks
+        for stored, data in repository.read_pieces(manifest, wanted):
+            pieces[stored.piece.pointer] = (stored.piece, data)
+    return Loaded(pieces, own=own)

@@ -1,0 +1,206 @@
+"""How a run starts or starts again: find the daemon, agree on a plan, load, verify, compare, open the generation.
+
+Roll back: every rank loads the plan's step; damaged sources are reported and planned around. Then the live state is walked once more and
+its root compared, between ranks and with what was saved, so that what trains on is what was stored (I3, I5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from msgspec import Struct
+
+from unbroken.capture.exchange import Exchange
+from unbroken.capture.stack import Pieces, Stack
+from unbroken.capture.tree import Item, flatten, rebuild, write_item
+from unbroken.codec.digest import digest, state_root
+from unbroken.core import os as host
+from unbroken.core.errors import CheckFailed, Damaged, Refused
+from unbroken.core.messages import Bad, Begin, Hello, Opened, Plan
+from unbroken.core.ports import Clock, Tier, environment
+from unbroken.core.records import Piece
+from unbroken.recover.link import Link
+from unbroken.recover.sources import Loaded, from_disk, from_memory
+from unbroken.recover.together import together
+
+
+class _Fault(Struct, frozen=True):
+    path: str = ""
+    reason: str = ""
+
+
+@dataclass
+class Counters:
+    """What a run has counted; part of the state root."""
+
+    step: int = 0
+    samples: int = 0
+    applied: int = 0
+    skipped: int = 0
+
+    def as_dict(self) -> dict[str, int]:
+        """By name."""
+        return {"step": self.step, "samples": self.samples, "applied": self.applied, "skipped": self.skipped}
+
+
+@dataclass
+class Start:
+    """One start. `facts` are live compared and recorded pieces, `options` the birth facts of a new run."""
+
+    directory: str
+    tier: Tier
+    exchange: Exchange
+    stack: Stack
+    clock: Clock
+    resume: str
+    options: dict[str, Any]
+    counters: Counters = field(default_factory=Counters)
+    differences: tuple[str, ...] = ()
+    moments: dict[str, float] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def connect(self) -> Link:
+        """Reach the daemon of this host; rank 0 starts it. Refused when the ranks are on several hosts."""
+        exchange = self.exchange
+        hosts = sorted(set(exchange.share(host.boot_id(), str)))
+        if len(hosts) > 1:
+            raise Refused(f"the ranks of this run are on {len(hosts)} hosts; this version runs on one host: use --nnodes=1")
+        hello = Hello(
+            role="worker",
+            pid=host.current_pid(),
+            rank=exchange.rank,
+            world_size=exchange.world_size,
+            keeper_pid=int(environment("UNBROKEN_KEEPER_PID", "0")) or (host.parent_pid() if environment("TORCHELASTIC_RUN_ID") else 0),
+        )
+        link: Link | None = None
+        if exchange.rank == 0:
+            link = together(exchange, lambda: Link.open(self.directory, hello, self.clock, start=True))
+            together(exchange, lambda: None)
+        else:
+            together(exchange, lambda: None)
+            link = together(exchange, lambda: Link.open(self.directory, hello, self.clock, start=False))
+        return link
+
+    def plan(self, link: Link) -> Plan:
+        """Rank 0 asks where to start; all learn the answer, or its refusal."""
+        restarts = int(environment("TORCHELASTIC_RESTART_COUNT", "0") or "0")
+        question = Begin(
+            world_size=self.exchange.world_size,
+            resume=self.resume,  # type: ignore[arg-type]
+            options=self.options,
+            restart_count=restarts,
+        )
+        return self._from_rank_0(lambda: link.ask(question, Plan)[0])
+
+    def load(self, link: Link, plan: Plan, adopt: Callable[[Plan], None]) -> Plan:
+        """Load and put back what the plan names, planning anew around damage; the plan that held. `adopt` checks birth facts first."""
+        while plan.source != "fresh":
+            loaded: Loaded | None = None
+            fault = _Fault()
+            try:
+                rank = self.exchange.rank
+                loaded = from_memory(link, plan, rank) if plan.source == "memory" else from_disk(self.tier, plan, rank)
+            except Damaged as error:
+                fault = _Fault(error.path, error.reason)
+            faults = [f for f in self.exchange.share(fault, _Fault) if f.path]
+            if not faults:
+                assert loaded is not None
+                self._restore(plan, loaded, adopt)
+                return plan
+            if loaded is not None:
+                loaded.close()
+            bad = Bad(
+                step=plan.step,
+                stored_generation=plan.stored_generation,
+                objects=tuple(sorted({f.path for f in faults})),
+                reason="; ".join(sorted({f"{f.path}: {f.reason}" for f in faults})),
+            )
+            self.notes += (f"step {plan.step} was passed over: {bad.reason}",)
+            plan = self._from_rank_0(lambda bad=bad: link.ask(bad, Plan)[0])  # type: ignore[misc]
+        adopt(plan)
+        return plan
+
+    def open(self, link: Link, plan: Plan, items: list[Item]) -> str:
+        """Prove that all ranks hold what was stored, then open the generation; the state root."""
+        root = self._agree_on_root(items)
+        if plan.state_root and plan.state_root != root:
+            raise CheckFailed(
+                f"the state loaded at step {plan.step} has root {root[:16]}, stored was {plan.state_root[:16]}: "
+                "an object changed its state while being loaded (a load_state_dict that casts or re-initialises)"
+            )
+        opened = Opened(generation=plan.generation, step=plan.step, loaded_root=root, differences=self.differences)
+        together(self.exchange, (lambda: link.ask(opened, Opened)) if self.exchange.rank == 0 else (lambda: None))
+        return root
+
+    def compare(self, stored: Pieces, items: list[Item]) -> None:
+        """Note every compared fact that is not what it was; all ranks' differences are joined."""
+        live = {i.piece.pointer: i for i in items if i.piece.role == "compared"}
+        own = [p for p, (piece, _) in stored.items() if piece.role == "compared"]
+        found = []
+        for pointer in sorted(set(own) | set(live)):
+            before = _value(stored[pointer]) if pointer in stored else None
+            now = _value((live[pointer].piece, _bytes(live[pointer]))) if pointer in live else None
+            if before != now and before is not _CONTAINER and now is not _CONTAINER:
+                found.append(f"{pointer[1:]}: {before} -> {now}")
+        self.differences = tuple(sorted({d for part in self.exchange.share(found, list[str]) for d in part}))
+
+    def _restore(self, plan: Plan, loaded: Loaded, adopt: Callable[[Plan], None]) -> None:
+        def put_back() -> None:
+            adopt(plan)
+            self.stack.restore(loaded.pieces, own_streams=loaded.own)
+            self.counters = Counters(**rebuild(loaded.pieces, "/counters"))
+            if not loaded.own:
+                self.stack.streams.start_anew(plan.generation, self.exchange.rank)
+
+        together(self.exchange, put_back)
+        self.stored = {p: (piece, bytes(data)) for p, (piece, data) in loaded.pieces.items() if piece.role == "compared"}
+        if not all(self.exchange.share(loaded.own, bool)):
+            self.notes += (f"ranks beyond the {plan.stored_world_size} of the checkpoint start random streams of their own",)
+        loaded.close()
+
+    stored: Mapping[str, tuple[Piece, bytes]] = field(default_factory=dict)
+
+    def _from_rank_0(self, ask: Callable[[], Plan]) -> Plan:
+        answer = together(self.exchange, ask if self.exchange.rank == 0 else lambda: None)
+        plan = self.exchange.share(answer, Plan | None)[0]
+        assert isinstance(plan, Plan)
+        return plan
+
+    def _agree_on_root(self, items: list[Item]) -> str:
+        digests = [(i.piece, digest(_bytes(i))) for i in items if i.piece.scope == "logical" and i.piece.role == "restored"]
+        root = state_root(digests)
+        if len(set(self.exchange.share(root, str))) > 1:
+            tables = self.exchange.share({p.pointer: d for p, d in digests}, dict[str, str])
+            wrong = sorted(p for p in tables[0] if any(t.get(p) != tables[0][p] for t in tables))
+            wrong += sorted({p for t in tables for p in t} - set(tables[0]))
+            raise ValueError(
+                f"the ranks do not start from one state; {len(wrong)} pieces differ, first {wrong[:3]}. Seed before the model is built "
+                "(torch.manual_seed(...) with the same number on every rank)"
+            )
+        return root
+
+
+_CONTAINER = object()
+
+
+def _bytes(item: Item) -> bytes:
+    buffer = bytearray(item.nbytes)
+    write_item(item, memoryview(buffer))
+    return bytes(buffer)
+
+
+def _value(stored: tuple[Piece, Any]) -> Any:
+    piece, data = stored
+    if piece.kind == "container" or piece.dtype in ("py:dict", "py:list", "py:tuple"):
+        return _CONTAINER
+    return rebuild({piece.pointer: (piece, data)}, piece.pointer)
+
+
+def fact_items(facts: Mapping[str, Any]) -> list[Item]:
+    """Pieces for `{pointer: (value, role, scope, layer)}`: captured once, at the start."""
+    items: list[Item] = []
+    for pointer, (value, role, scope, layer) in facts.items():
+        items += flatten(value, pointer, role=role, scope=scope, layer=layer, kind=pointer.strip("/").split("/")[0], captured="start")
+    return items

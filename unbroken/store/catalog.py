@@ -1,0 +1,74 @@
+"""What the known commits hold: their manifests' chunks, read once, and the index that lets a new checkpoint reuse them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import NamedTuple
+
+from unbroken.core.errors import Damaged
+from unbroken.core.ports import Tier
+from unbroken.core.records import ChunkRef, CommitEntry, LogState
+from unbroken.store.log import Key, key_of, visible
+from unbroken.store.manifests import load_manifest
+
+
+class Known(NamedTuple):
+    """A chunk that need not be written again, and the newest visible commit that holds it."""
+
+    ref: ChunkRef
+    key: Key
+
+
+class Catalog:
+    """Chunk tables by commit. About 300 bytes per chunk and kept commit."""
+
+    def __init__(self, tier: Tier) -> None:
+        self._tier = tier
+        self._chunks: dict[Key, tuple[ChunkRef, ...]] = {}
+
+    def put(self, key: Key, chunks: Iterable[ChunkRef]) -> None:
+        """Remember a commit just made, so that its manifests need not be read back."""
+        self._chunks[key] = tuple(chunks)
+
+    def forget_others(self, keys: Collection[Key]) -> None:
+        """Drop what belongs to none of these commits."""
+        self._chunks = {key: chunks for key, chunks in self._chunks.items() if key in keys}
+
+    def chunks(self, commit: CommitEntry) -> tuple[ChunkRef, ...]:
+        """All chunks of a commit. Raises Damaged when one of its manifests is."""
+        key = key_of(commit)
+        if key not in self._chunks:
+            self._chunks[key] = tuple(chunk for ref in commit.manifests for chunk in load_manifest(self._tier, ref, commit).chunks)
+        return self._chunks[key]
+
+    def packs(self, commit: CommitEntry) -> set[str]:
+        """The packs that a commit needs. Raises Damaged when one of its manifests is."""
+        return {chunk.pack for chunk in self.chunks(commit)}
+
+    def index(self, state: LogState) -> dict[str, Known]:
+        """By id, the chunks of visible commits that lie whole in packs never condemned. Cost: one size call per pack."""
+        condemned = condemned_objects(state)
+        sizes: dict[str, int] = {}
+        result: dict[str, Known] = {}
+        for commit in visible(state):
+            try:
+                chunks = self.chunks(commit)
+            except Damaged:  # safe: its chunks are only written anew; whoever reads this commit gets the error
+                continue
+            for chunk in chunks:
+                if chunk.pack not in condemned and chunk.offset + chunk.stored_bytes <= self._size(chunk.pack, sizes):
+                    result[chunk.id] = Known(chunk, key_of(commit))
+        return result
+
+    def _size(self, pack: str, sizes: dict[str, int]) -> int:
+        if pack not in sizes:
+            try:
+                sizes[pack] = self._tier.size(pack)
+            except FileNotFoundError:
+                sizes[pack] = -1
+        return sizes[pack]
+
+
+def condemned_objects(state: LogState) -> set[str]:
+    """Paths that must never be referenced again."""
+    return {path for entry in state.condemned for path in entry.objects}

@@ -1,0 +1,95 @@
+"""Layout: which bytes of which piece go into which chunk. One pass over the data, no copy of it beyond one shared chunk.
+
+A piece above SMALL_PIECE_BYTES is cut into chunks of CHUNK_BYTES of its own; smaller ones lie one after another, in pointer order, in
+shared chunks. Leaves are hashed once and serve the chunk's id as well as the piece's digest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from unbroken.codec.digest import digest, join_leaves
+from unbroken.core.limits import CHUNK_BYTES, MAX_PIECES, SMALL_PIECE_BYTES
+from unbroken.core.ports import Buffer
+from unbroken.core.records import Extent, Piece, StoredPiece
+from unbroken.store.packs import Chunk, chunk_leaves
+
+
+@dataclass(frozen=True)
+class Part:
+    """A piece and its bytes, little-endian and contiguous, which must not change while they are written."""
+
+    piece: Piece
+    data: memoryview
+
+
+class Layout:
+    """Iterating yields each distinct chunk once, in order; afterwards `pieces` tells where every piece went."""
+
+    def __init__(self, logical: Sequence[Part], per_rank: Mapping[int, Sequence[Part]]) -> None:
+        self.pieces: list[StoredPiece] = []
+        self.num_chunks = 0
+        self._parts = list(_in_order(logical, per_rank))
+        self._numbers: dict[str, int] = {}
+        self._shared = bytearray()
+        self._sharing: list[tuple[int | None, Piece, int, int, str]] = []
+
+    def __iter__(self) -> Iterator[Chunk]:
+        for rank, part in self._parts:
+            data = memoryview(part.data).cast("B")
+            if len(data) == 0:
+                self._add(rank, part.piece, 0, digest(b""), ())
+            elif len(data) > SMALL_PIECE_BYTES:
+                yield from self._own_chunks(rank, part.piece, data)
+            else:
+                if len(self._shared) + len(data) > CHUNK_BYTES:
+                    yield from self._close_shared()
+                self._sharing.append((rank, part.piece, len(self._shared), len(data), digest(data)))
+                self._shared += data
+        yield from self._close_shared()
+
+    def _own_chunks(self, rank: int | None, piece: Piece, data: memoryview) -> Iterator[Chunk]:
+        extents, leaves = [], []
+        for start in range(0, len(data), CHUNK_BYTES):
+            view = data[start : start + CHUNK_BYTES]
+            of_chunk = chunk_leaves(view)
+            number = yield from self._chunk(join_leaves(of_chunk), view)
+            extents.append(Extent(number, 0, len(view)))
+            leaves += of_chunk
+        self._add(rank, piece, len(data), join_leaves(leaves), tuple(extents))
+
+    def _close_shared(self) -> Iterator[Chunk]:
+        if not self._sharing:
+            return
+        data = bytes(self._shared)
+        number = yield from self._chunk(join_leaves(chunk_leaves(data)), data)
+        for rank, piece, offset, size, value in self._sharing:
+            self._add(rank, piece, size, value, (Extent(number, offset, size),))
+        self._shared.clear()
+        self._sharing.clear()
+
+    def _chunk(self, chunk_id: str, data: Buffer) -> Generator[Chunk, None, int]:
+        if chunk_id not in self._numbers:
+            self._numbers[chunk_id] = self.num_chunks
+            self.num_chunks += 1
+            yield Chunk(self._numbers[chunk_id], chunk_id, data)
+        return self._numbers[chunk_id]
+
+    def _add(self, rank: int | None, piece: Piece, size: int, value: str, extents: tuple[Extent, ...]) -> None:
+        self.pieces.append(StoredPiece(piece=piece, rank=rank, size_bytes=size, digest=value, extents=extents))
+
+
+def _in_order(logical: Sequence[Part], per_rank: Mapping[int, Sequence[Part]]) -> Iterator[tuple[int | None, Part]]:
+    groups: list[tuple[int | None, Sequence[Part]]] = [(None, logical), *sorted(per_rank.items())]
+    num_pieces = sum(len(parts) for _, parts in groups)
+    if num_pieces > MAX_PIECES:
+        raise ValueError(f"{num_pieces} pieces in one checkpoint; at most {MAX_PIECES}: put small values into one array")
+    for rank, parts in groups:
+        scope = "logical" if rank is None else "rank"
+        before = None
+        for part in sorted(parts, key=lambda part: part.piece.pointer):
+            assert part.piece.scope == scope, f"{part.piece.pointer}: scope {part.piece.scope!r} among the {scope} pieces"
+            assert part.piece.pointer != before, f"{part.piece.pointer}: two pieces of this name"
+            before = part.piece.pointer
+            yield rank, part

@@ -1,0 +1,116 @@
+"""The lease on a run folder: one live writer. The lock is the kernel's, on `writer.json`, and goes with the process however it ends.
+
+What stands in the file is for people and for taking over. The lock file is never removed by us: a lock on a removed file is nobody's.
+"""
+
+from __future__ import annotations
+
+import os
+
+import msgspec
+
+from unbroken.core.errors import Fenced
+from unbroken.core.os import is_alive, try_lock
+from unbroken.core.records import Writer
+from unbroken.store.paths import WRITER
+
+_MAX_BYTES = 64 << 10
+_held: dict[str, WriterLease] = {}
+
+
+class WriterLease:
+    """Held from `acquire` to `release` or the end of the process. `took_over` says from whom it was taken, None for nobody."""
+
+    def __init__(self, path: str, fd: int, took_over: str | None) -> None:
+        self.path = path
+        self.took_over = took_over
+        self._fd = fd
+
+    @classmethod
+    def acquire(cls, root: str, writer: Writer) -> WriterLease:
+        """Become the writer of the run in `root`, which is made if missing. Never waits.
+
+        A process takes over its own lease (a notebook cell run again). Raises Fenced naming the holder when another process has it, and
+        when a process of another host left it, which cannot be asked whether it lives.
+        """
+        os.makedirs(root, exist_ok=True)
+        path = os.path.join(os.path.realpath(root), WRITER)
+        earlier = _held.pop(path, None)
+        if earlier is not None and earlier.is_held:
+            earlier.release()
+        fd = _locked(path)
+        try:
+            left = _read(fd)
+            if left is not None and left.host != writer.host:
+                raise Fenced(f"{path}: {_who(left)} may still write this run. If that process is gone for good, delete {path}")
+            _write(fd, writer)
+        except BaseException:
+            os.close(fd)
+            raise
+        own = "an earlier lease of this process" if earlier is not None else None
+        lease = cls(path, fd, _who(left) if left is not None else own)
+        _held[path] = lease
+        return lease
+
+    @property
+    def is_held(self) -> bool:
+        """False once released, or taken over within this process."""
+        return self._fd >= 0
+
+    def release(self) -> None:
+        """Let the next writer in; a second call does nothing."""
+        if self._fd < 0:
+            return
+        os.ftruncate(self._fd, 0)
+        os.close(self._fd)
+        self._fd = -1
+        if _held.get(self.path) is self:
+            del _held[self.path]
+
+
+def _locked(path: str) -> int:
+    """Descriptor of the lock file that `path` names now, locked by us."""
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            if not try_lock(fd):
+                raise Fenced(_refusal(path, _read(fd)))
+            if _is_same_file(path, fd):
+                return fd
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)  # somebody removed the file while we locked it: that lock would protect nothing
+
+
+def _is_same_file(path: str, fd: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(fd))
+    except FileNotFoundError:
+        return False
+
+
+def _read(fd: int) -> Writer | None:
+    """Who is written in the file; None for an empty or torn one."""
+    try:
+        return msgspec.json.decode(os.pread(fd, _MAX_BYTES, 0), type=Writer)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return None
+
+
+def _write(fd: int, writer: Writer) -> None:
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, msgspec.json.format(msgspec.json.encode(writer)) + b"\n", 0)
+    os.fsync(fd)
+
+
+def _who(writer: Writer) -> str:
+    return f"process {writer.pid} on {writer.host} (since {writer.since})"
+
+
+def _refusal(path: str, holder: Writer | None) -> str:
+    if holder is None:
+        return f"{path}: another process is just taking this run: stop it, or choose another folder"
+    if not is_alive(holder.pid):
+        return f"{path}: {_who(holder)} is not alive here, but it or a process that it started still holds the run: end that one first"
+    return f"{path}: {_who(holder)} is writing this run: stop it, or choose another folder"

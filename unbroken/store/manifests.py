@@ -1,0 +1,146 @@
+"""Manifests: what one node contributes to a checkpoint, checked the same way right before it is written and right after it is read."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+
+from unbroken.codec.digest import digest, join_leaves, rank_root, state_root
+from unbroken.core.errors import Damaged
+from unbroken.core.limits import LEAF_BYTES, MAX_PIECES
+from unbroken.core.ports import Tier
+from unbroken.core.records import ChunkRef, CommitEntry, Manifest, ManifestRef, StoredPiece
+from unbroken.store import paths
+from unbroken.store.packs import ALIGN_BYTES, MAX_CHUNK_BYTES, Read, read_chunk
+from unbroken.store.sealed import read_bounded, unseal
+
+_CACHED_CHUNKS = 4
+
+
+def roots(pieces: Iterable[StoredPiece], ranks: Sequence[int]) -> tuple[str, tuple[str, ...]]:
+    """The state root and each rank's root, from the pieces' digests."""
+    by_rank: dict[int | None, list[StoredPiece]] = {rank: [] for rank in (None, *ranks)}
+    for stored in pieces:
+        by_rank[stored.rank].append(stored)
+    state = state_root((s.piece, s.digest) for s in by_rank[None])
+    return state, tuple(rank_root((s.piece, s.digest) for s in by_rank[rank]) for rank in ranks)
+
+
+def check_manifest(manifest: Manifest, path: str) -> None:
+    """Raises Damaged when any part of a manifest contradicts another or points where nothing of ours can be."""
+    ranks = manifest.ranks
+    if list(ranks) != sorted(set(ranks)) or (ranks and ranks[-1] >= manifest.world_size) or len(ranks) != len(manifest.rank_roots):
+        raise Damaged(
+            path, f"ranks {list(ranks)[:8]} do not fit world size {manifest.world_size} and {len(manifest.rank_roots)} rank roots"
+        )
+    if len(manifest.pieces) > MAX_PIECES:
+        raise Damaged(path, f"{len(manifest.pieces)} pieces; at most {MAX_PIECES}")
+    for number, chunk in enumerate(manifest.chunks):
+        _check_chunk(number, chunk, path)
+    seen: set[tuple[int | None, str]] = set()
+    known = {None, *ranks}
+    for stored in manifest.pieces:
+        name = (stored.rank, stored.piece.pointer)
+        if name in seen or stored.rank not in known or (stored.rank is None) != (stored.piece.scope == "logical"):
+            raise Damaged(path, f"piece {stored.piece.pointer!r} of rank {stored.rank} is there twice or has the wrong scope")
+        seen.add(name)
+        _check_extents(stored, manifest.chunks, path)
+    if roots(manifest.pieces, ranks) != (manifest.state_root, manifest.rank_roots):
+        raise Damaged(path, "the roots do not follow from the pieces' digests")
+
+
+def load_manifest(tier: Tier, ref: ManifestRef, commit: CommitEntry) -> Manifest:
+    """The manifest that a commit names, verified. Raises Damaged, NewerFormat, Transient."""
+    if paths.manifest_name(ref.path) is None:
+        raise Damaged(ref.path, "is not the name of a manifest")
+    try:
+        raw = read_bounded(tier, ref.path)
+    except FileNotFoundError:
+        raise Damaged(ref.path, "missing") from None
+    if len(raw) != ref.size_bytes or digest(raw) != ref.digest:
+        raise Damaged(ref.path, f"is not the file that the commit of step {commit.step} names")
+    manifest = unseal("manifest", raw, Manifest, ref.path)
+    check_manifest(manifest, ref.path)
+    if (manifest.step, manifest.generation, manifest.state_root) != (commit.step, commit.generation, commit.state_root):
+        raise Damaged(ref.path, f"belongs to step {manifest.step} of generation {manifest.generation} or has another state root")
+    return manifest
+
+
+def check_cut(manifests: Sequence[Manifest]) -> None:
+    """Raises Damaged unless the manifests are one consistent cut: same step, generation and root everywhere, every rank once (I5)."""
+    if not manifests:
+        raise ValueError("a commit needs at least one manifest")
+    first = manifests[0]
+    name = f"checkpoint of step {first.step}"
+    for m in manifests[1:]:
+        if (m.step, m.generation, m.nonce, m.world_size) != (first.step, first.generation, first.nonce, first.world_size):
+            raise Damaged(name, f"nodes {first.node} and {m.node} froze different steps or generations: not a consistent cut")
+        if m.state_root != first.state_root:
+            raise Damaged(name, f"nodes {first.node} and {m.node} have different state roots")
+    ranks = sorted(rank for m in manifests for rank in m.ranks)
+    if ranks != list(range(first.world_size)):
+        raise Damaged(name, f"snapshots of ranks {ranks[:16]} where each of 0..{first.world_size - 1} must be there once")
+
+
+def read_pieces(tier: Tier, manifest: Manifest, wanted: Iterable[StoredPiece]) -> Iterator[tuple[StoredPiece, bytes]]:
+    """Pieces with their verified bytes, in the order of their chunks. Memory: a few chunks and one piece."""
+    chunks = _Chunks(tier, manifest)
+    for stored in sorted(wanted, key=lambda s: s.extents[0].chunk if s.extents else -1):
+        yield stored, _assemble(stored, chunks)
+
+
+class _Chunks:
+    """The chunks of one manifest, verified; the last few are kept, since small pieces share them."""
+
+    def __init__(self, tier: Tier, manifest: Manifest) -> None:
+        self.refs = manifest.chunks
+        self._tier = tier
+        self._kept: OrderedDict[int, Read] = OrderedDict()
+
+    def get(self, number: int) -> Read:
+        if number not in self._kept:
+            self._kept[number] = read_chunk(self._tier, self.refs[number])
+            if len(self._kept) > _CACHED_CHUNKS:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(number)
+        return self._kept[number]
+
+
+def _assemble(stored: StoredPiece, chunks: _Chunks) -> bytes:
+    views, leaves = [], []
+    for extent in stored.extents:
+        data, of_chunk = chunks.get(extent.chunk)
+        views.append(data if extent.length == len(data) else data[extent.offset : extent.offset + extent.length])
+        leaves += of_chunk
+    whole = views[0] if len(views) == 1 else b"".join(views)
+    value = join_leaves(leaves) if is_cut_at_leaves(stored, chunks.refs) else digest(whole)
+    if len(whole) != stored.size_bytes or value != stored.digest:
+        path = chunks.refs[stored.extents[0].chunk].pack if stored.extents else stored.piece.pointer
+        raise Damaged(path, f"piece {stored.piece.pointer} does not match its digest")
+    return whole
+
+
+def is_cut_at_leaves(stored: StoredPiece, chunks: Sequence[ChunkRef]) -> bool:
+    """True when the piece is a row of whole chunks, all but the last of whole leaves: then their leaves are the piece's."""
+    sizes = [chunks[e.chunk].raw_bytes for e in stored.extents]
+    whole = all(e.length == size for e, size in zip(stored.extents, sizes, strict=True))
+    return bool(sizes) and whole and all(size % LEAF_BYTES == 0 for size in sizes[:-1])
+
+
+def _check_chunk(number: int, chunk: ChunkRef, path: str) -> None:
+    if paths.pack_origin(chunk.pack) is None:
+        raise Damaged(path, f"chunk {number} names {chunk.pack[:200]!r}, which is not the name of a pack")
+    if chunk.offset < ALIGN_BYTES or chunk.offset % ALIGN_BYTES:
+        raise Damaged(path, f"chunk {number} at offset {chunk.offset}, where no chunk can be")
+    if not (0 < chunk.raw_bytes <= MAX_CHUNK_BYTES and 0 < chunk.stored_bytes <= MAX_CHUNK_BYTES):
+        raise Damaged(path, f"chunk {number} claims {chunk.stored_bytes} stored and {chunk.raw_bytes} raw bytes; at most {MAX_CHUNK_BYTES}")
+
+
+def _check_extents(stored: StoredPiece, chunks: Sequence[ChunkRef], path: str) -> None:
+    total = 0
+    for extent in stored.extents:
+        if extent.chunk >= len(chunks) or extent.length == 0 or extent.offset + extent.length > chunks[extent.chunk].raw_bytes:
+            raise Damaged(path, f"piece {stored.piece.pointer!r} has bytes outside its chunks")
+        total += extent.length
+    if total != stored.size_bytes:
+        raise Damaged(path, f"piece {stored.piece.pointer!r} claims {stored.size_bytes} bytes, its extents hold {total}")

@@ -1,0 +1,218 @@
+"""Packs: many chunks in one file, so that a checkpoint costs a handful of fsyncs.
+
+    0      header, 64 bytes: magic 16, format u32, min_reader u32, generation u64, nonce 16, zeros
+    4096k  chunks, each at a multiple of 4096, zeros between
+           footer: JSON list of [id, offset, stored_bytes, raw_bytes, codec]
+    -64    trailer: footer offset u64, footer length u64, digest of header and footer 32, zeros 8, magic 8
+
+Numbers are little-endian. Every byte is covered: the header and footer by the trailer's digest, chunks by their ids, the rest is zero.
+Generation and nonce are those of the generation that wrote the pack.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import msgspec
+from msgspec import Struct
+
+from unbroken.codec.digest import join_leaves, leaf_digest, text_digest
+from unbroken.core.errors import Damaged, Permanent
+from unbroken.core.limits import LEAF_BYTES, PACK_BYTES
+from unbroken.core.ports import Buffer, Tier
+from unbroken.core.records import ChunkRef, Count, Digest
+from unbroken.store.paths import nonce_hex, pack_origin
+from unbroken.store.sealed import BROKEN_INPUT, FORMAT, check_format
+
+ALIGN_BYTES = 4096
+MAX_CHUNK_BYTES = 64 << 20
+"""No chunk is larger, in memory or stored: a lying size must not make us allocate."""
+
+IDENTITY = 0
+"""Codec of chunks that are stored as they are."""
+
+_MAGIC = b"unbroken/pack\0\0\0"
+_END = b"unbr/end"
+_HEADER = struct.Struct("<16sIIQ16s16x")
+_TRAILER = struct.Struct("<QQ32s8x8s")
+_MAX_FOOTER_BYTES = 64 << 20
+
+
+class Chunk(NamedTuple):
+    """Bytes on their way into a pack. `number` is the chunk's place in its manifest."""
+
+    number: int
+    id: str
+    data: Buffer
+
+
+class Origin(NamedTuple):
+    """The generation that writes, or wrote, a pack."""
+
+    generation: int
+    nonce: str
+
+
+class Packed(Struct, frozen=True, array_like=True):
+    """One line of a pack's footer."""
+
+    id: Digest
+    offset: Count
+    stored_bytes: Count
+    raw_bytes: Count
+    codec: Count
+
+
+class Read(NamedTuple):
+    """A verified chunk and the digests of its leaves, which also serve the piece it belongs to."""
+
+    data: bytes
+    leaves: list[bytes]
+
+
+def chunk_leaves(data: Buffer) -> list[bytes]:
+    """Leaf digests of a chunk; `join_leaves` makes its id of them."""
+    view = memoryview(data).cast("B")
+    return [leaf_digest(view[i : i + LEAF_BYTES]) for i in range(0, max(1, len(view)), LEAF_BYTES)]
+
+
+def write_packs(tier: Tier, chunks: Iterator[Chunk], origin: Origin, new_path: Callable[[], str]) -> dict[int, ChunkRef]:
+    """Store all chunks, in packs of about PACK_BYTES, durable on return; where each lies, by number. Memory: one chunk at a time."""
+    refs: dict[int, ChunkRef] = {}
+    waiting = next(chunks, None)
+    while waiting is not None:
+        body = _Body(new_path(), origin, waiting, chunks)
+        tier.create(body.path, body.parts())
+        refs.update(body.refs)
+        waiting = body.left_over
+    return refs
+
+
+class _Body:
+    """The parts of one pack, made while they are written."""
+
+    def __init__(self, path: str, origin: Origin, first: Chunk, others: Iterator[Chunk]) -> None:
+        self.path = path
+        self.refs: dict[int, ChunkRef] = {}
+        self.left_over: Chunk | None = first
+        self._others = others
+        self._header = _HEADER.pack(_MAGIC, FORMAT, FORMAT, origin.generation, bytes.fromhex(nonce_hex(origin.nonce)))
+
+    def parts(self) -> Iterator[Buffer]:
+        yield self._header
+        offset = len(self._header)
+        footer: list[Packed] = []
+        while self.left_over is not None and (not footer or offset + len(self.left_over.data) <= PACK_BYTES):
+            chunk = self.left_over
+            gap = -offset % ALIGN_BYTES
+            offset += gap
+            size = len(chunk.data)
+            footer.append(Packed(chunk.id, offset, size, size, IDENTITY))
+            self.refs[chunk.number] = ChunkRef(id=chunk.id, pack=self.path, offset=offset, stored_bytes=size, raw_bytes=size)
+            yield bytes(gap)
+            yield chunk.data
+            offset += size
+            self.left_over = next(self._others, None)
+        raw = msgspec.json.encode(footer)
+        yield raw
+        yield _TRAILER.pack(offset, len(raw), _digest(self._header, raw), _END)
+
+
+def read_chunk(tier: Tier, ref: ChunkRef) -> Read:
+    """A chunk's raw bytes, verified. Raises Damaged naming the pack; Transient when trying again may help."""
+    if ref.codec != IDENTITY:
+        raise Damaged(ref.pack, f"chunk at {ref.offset} has the unknown codec {ref.codec}")
+    if ref.raw_bytes != ref.stored_bytes or not 0 < ref.raw_bytes <= MAX_CHUNK_BYTES:
+        raise Damaged(ref.pack, f"chunk at {ref.offset} claims {ref.stored_bytes} stored and {ref.raw_bytes} raw bytes")
+    data = _read(tier, ref.pack, ref.offset, ref.stored_bytes)
+    leaves = chunk_leaves(data)
+    if join_leaves(leaves) != ref.id:
+        raise Damaged(ref.pack, f"chunk at {ref.offset} does not match its digest {ref.id[:16]}")
+    return Read(data, leaves)
+
+
+def audit_pack(tier: Tier, path: str) -> dict[Packed, list[bytes]]:
+    """Verify every byte of a pack; its chunks and their leaf digests. Raises Damaged at the first thing that is wrong, NewerFormat."""
+    header = _read(tier, path, 0, _HEADER.size)
+    if _parse_header(header, path).nonce[:16] != pack_origin(path):
+        raise Damaged(path, "was written by another generation than its name says")
+    footer_offset, footer = _read_footer(tier, path, header)
+    end = _HEADER.size
+    found: dict[Packed, list[bytes]] = {}
+    for packed in footer:
+        if (
+            packed.offset % ALIGN_BYTES
+            or not end <= packed.offset < end + ALIGN_BYTES
+            or packed.offset + packed.stored_bytes > footer_offset
+        ):
+            raise Damaged(path, f"the footer places a chunk at {packed.offset}, where none can be")
+        if any(_read(tier, path, end, packed.offset - end)):
+            raise Damaged(path, f"bytes between chunks at {end} are not zero")
+        ref = ChunkRef(
+            id=packed.id,
+            pack=path,
+            offset=packed.offset,
+            stored_bytes=packed.stored_bytes,
+            raw_bytes=packed.raw_bytes,
+            codec=packed.codec,
+        )
+        found[packed] = read_chunk(tier, ref).leaves
+        end = packed.offset + packed.stored_bytes
+    if end != footer_offset:
+        raise Damaged(path, f"{footer_offset - end} bytes before the footer belong to no chunk")
+    return found
+
+
+def packed(ref: ChunkRef) -> Packed:
+    """The footer line that a reference expects."""
+    return Packed(ref.id, ref.offset, ref.stored_bytes, ref.raw_bytes, ref.codec)
+
+
+def _read_footer(tier: Tier, path: str, header: bytes) -> tuple[int, list[Packed]]:
+    size = _size(tier, path)
+    trailer = _read(tier, path, max(0, size - _TRAILER.size), _TRAILER.size)
+    offset, length, digest, end = _TRAILER.unpack(trailer)
+    if end != _END or any(trailer[48:56]) or length > _MAX_FOOTER_BYTES or offset + length + _TRAILER.size != size:
+        raise Damaged(path, "the end of the file is not a pack's trailer")
+    raw = _read(tier, path, offset, length)
+    if _digest(header, raw) != digest:
+        raise Damaged(path, "header and footer do not match the digest in the trailer")
+    try:
+        return offset, msgspec.json.decode(raw, type=list[Packed])
+    except BROKEN_INPUT as e:
+        raise Damaged(path, f"the footer cannot be read ({e})") from e
+
+
+def _parse_header(raw: bytes, path: str) -> Origin:
+    magic, number, min_reader, generation, nonce = _HEADER.unpack(raw)
+    if magic != _MAGIC:
+        raise Damaged(path, "is not a pack: wrong magic")
+    check_format(number, min_reader, path)
+    return Origin(generation, nonce.hex())
+
+
+def _read(tier: Tier, path: str, offset: int, length: int) -> bytes:
+    try:
+        data = tier.read(path, offset, length)
+    except FileNotFoundError:
+        raise Damaged(path, "missing") from None
+    except Permanent as e:
+        raise Damaged(path, f"cannot be read ({e})") from e
+    if len(data) != length:
+        raise Damaged(path, f"cut short: {len(data)} of {length} bytes at {offset}")
+    return data
+
+
+def _size(tier: Tier, path: str) -> int:
+    try:
+        return tier.size(path)
+    except FileNotFoundError:
+        raise Damaged(path, "missing") from None
+    except Permanent as e:
+        raise Damaged(path, f"cannot be read ({e})") from e
+
+
+def _digest(header: bytes, footer: bytes) -> bytes:
+    return bytes.fromhex(text_digest(header, footer))

@@ -1,0 +1,107 @@
+"""Where everything lies in a run folder. Relative, '/'-separated, and recognised by full patterns only: strays are never ours.
+
+    run.json
+    runs/<lineage>/log/<n>.json                                     8 or more digits
+    runs/<lineage>/journal/<generation>.jsonl                       8 digits
+    manifests/<step>-<generation>-<nonce>-<node>.json               step in 12 digits
+    packs/<first 2 hex of nonce>/<nonce>.pack
+
+A name's nonce is 16 hex digits that tell which generation wrote the object and 16 that are never used again: so a name is never reused,
+and a collector sees from the name alone whether the writer is of an older generation than its own.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from unbroken.codec.digest import text_digest
+from unbroken.core.limits import MAX_POINTER_CHARS
+
+RUN = "run.json"
+WRITER = "writer.json"
+MANIFESTS = "manifests"
+PACKS = "packs"
+
+_NONCE = re.compile(r"[0-9a-f]{32}")
+_LINEAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_NUMBER = re.compile(r"(\d{8,18})\.(json|jsonl)")
+_MANIFEST = re.compile(r"manifests/(\d{12,18})-(\d{1,18})-([0-9a-f]{32})-(\d{1,9})\.json")
+_PACK = re.compile(r"packs/([0-9a-f]{2})/(\1[0-9a-f]{30})\.pack")
+
+
+class ManifestName(NamedTuple):
+    """What a manifest's name says. `origin` names the generation that wrote it."""
+
+    step: int
+    generation: int
+    origin: str
+
+
+def check_lineage(name: str) -> str:
+    """The name itself; ValueError when it cannot be a folder's name."""
+    if not _LINEAGE.fullmatch(name):
+        raise ValueError(f"lineage {name!r}: use letters, digits, '.', '_' and '-', at most 64, starting with a letter or digit")
+    return name
+
+
+def log_folder(lineage: str) -> str:
+    return f"runs/{lineage}/log"
+
+
+def log_entry(lineage: str, n: int) -> str:
+    return f"runs/{lineage}/log/{n:08d}.json"
+
+
+def journal_folder(lineage: str) -> str:
+    return f"runs/{lineage}/journal"
+
+
+def journal(lineage: str, generation: int) -> str:
+    return f"runs/{lineage}/journal/{generation:08d}.jsonl"
+
+
+def number(path: str) -> int | None:
+    """The number of a log entry or journal, None for a stray. A name has one spelling: `000000007.json` is a stray."""
+    name = path.rsplit("/", 1)[-1]
+    match = _NUMBER.fullmatch(name)
+    if match is None or f"{int(match[1]):08d}.{match[2]}" != name:
+        return None
+    return int(match[1])
+
+
+def nonce_hex(nonce: str) -> str:
+    """32 hex digits that stand for a generation's nonce: itself when it is that, as ours are, else digits of its digest."""
+    return nonce if _NONCE.fullmatch(nonce) else text_digest(nonce)[:32]
+
+
+def origin(nonce: str) -> str:
+    """The half of a name's nonce that marks what the generation with this nonce wrote."""
+    return nonce_hex(nonce)[:16]
+
+
+def manifest(step: int, generation: int, nonce: str, node: int) -> str:
+    return f"manifests/{step:012d}-{generation}-{nonce}-{node}.json"
+
+
+def manifest_name(path: str) -> ManifestName | None:
+    """What the name of a manifest says, None for a stray."""
+    match = _MANIFEST.fullmatch(path)
+    return None if match is None else ManifestName(int(match[1]), int(match[2]), match[3][:16])
+
+
+def pack(nonce: str) -> str:
+    return f"packs/{nonce[:2]}/{nonce}.pack"
+
+
+def pack_origin(path: str) -> str | None:
+    """Which generation wrote a pack, as its name says; None for a stray."""
+    match = _PACK.fullmatch(path)
+    return None if match is None else match[2][:16]
+
+
+def is_inside(path: str) -> bool:
+    """True for a relative path of plain names: no '..', no empty part, no backslash, no control character."""
+    parts = path.split("/")
+    plain = all(part not in ("", ".", "..") for part in parts)
+    return plain and len(path) <= MAX_POINTER_CHARS and "\\" not in path and path.isprintable()

@@ -1,0 +1,393 @@
+"""The repository: one run folder, written by one writer and read by anybody. Truth is what its log says; all else is found from there.
+
+Write order: packs, manifest, journal, log entry (I1). A checkpoint becomes visible with its commit entry and with nothing else.
+A Repository may be used by several threads. Its log is as new as the last call that read it; `refresh` reads what was added since.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+
+from unbroken.codec.digest import digest
+from unbroken.core.errors import Damaged, Fenced, ForeignFolder, NoCheckpoint, Transient
+from unbroken.core.ports import Clock, Nonces, SystemNonces, Tier, failpoint
+from unbroken.core.records import (
+    ChunkRef,
+    CommitEntry,
+    CondemnEntry,
+    Generation,
+    GenerationEntry,
+    LogState,
+    Manifest,
+    ManifestRef,
+    RunFacts,
+    StoredPiece,
+    Writer,
+)
+from unbroken.store import paths
+from unbroken.store.audit import VerifyReport, verify
+from unbroken.store.catalog import Catalog, Known
+from unbroken.store.collect import Collector, check_collector
+from unbroken.store.holds import Hold, Holds
+from unbroken.store.layout import Layout, Part
+from unbroken.store.log import Key, Log, key_of, newest_generation, reach, visible
+from unbroken.store.manifests import check_cut, check_manifest, load_manifest, read_pieces, roots
+from unbroken.store.packs import Chunk, Origin, write_packs
+from unbroken.store.sealed import read_sealed, seal
+
+_OURS = (f"{paths.MANIFESTS}/", f"{paths.PACKS}/", "runs/")
+
+__all__ = ["Part", "Repository", "VerifyReport"]
+
+
+class _AlreadyCommitted(Exception):
+    """The log holds this commit."""
+
+    def __init__(self, commit: CommitEntry) -> None:
+        super().__init__()
+        self.commit = commit
+
+
+class Repository:
+    """A run's checkpoints on one tier."""
+
+    def __init__(self, tier: Tier, facts: RunFacts, log: Log, nonces: Nonces | None = None) -> None:
+        self.tier = tier
+        self.facts = facts
+        self.log = log
+        self.lineage = log.lineage
+        self._nonces = nonces or SystemNonces()
+        self._catalog = Catalog(tier)
+        self._holds = Holds()
+        self._lock = threading.RLock()
+        self._opened: int | None = None
+        self._basis = _newest_number(log.state)
+        self._out_of_grace: set[Key] = set()
+
+    @staticmethod
+    def exists(tier: Tier) -> bool:
+        """True when a run lies here, False when nothing does. Raises ForeignFolder, and Damaged for a run without its run.json."""
+        found = [path for path in tier.list("") if not path.startswith(".")]
+        if paths.RUN in found:
+            return True
+        if any(path.startswith(_OURS) for path in found):
+            raise Damaged(paths.RUN, "missing, though checkpoints of a run lie here: restore it from a copy")
+        others = [path for path in found if path != paths.WRITER and not path.endswith(".log")]
+        if others:
+            raise ForeignFolder(f"holds {len(others)} files such as {others[0]!r} but no run: choose an empty or new folder")
+        return False
+
+    @classmethod
+    def create(cls, tier: Tier, facts: RunFacts, lineage: str = "main", nonces: Nonces | None = None) -> Repository:
+        """Make a new run in an empty place. Raises ForeignFolder; Fenced when a run is there already."""
+        try:
+            if not cls.exists(tier):
+                tier.create(paths.RUN, [seal("run", facts)])
+                return cls(tier, facts, Log.open(tier, lineage), nonces)
+        except FileExistsError:
+            pass
+        raise Fenced(f"{paths.RUN}: a run is here already: open it, or choose another folder")
+
+    @classmethod
+    def open(cls, tier: Tier, lineage: str = "main", nonces: Nonces | None = None) -> Repository:
+        """Read a run's facts and log. Raises NoCheckpoint when nothing is there, ForeignFolder, NewerFormat, Damaged."""
+        try:
+            facts, _ = read_sealed(tier, paths.RUN, "run", RunFacts)
+        except FileNotFoundError:
+            cls.exists(tier)
+            raise NoCheckpoint("no run here: the folder is missing or empty") from None
+        return cls(tier, facts, Log.open(tier, lineage), nonces)
+
+    def refresh(self) -> None:
+        """Read the log entries added since, and act from now on as one who knows the newest generation."""
+        with self._lock:
+            self.log.refresh()
+            self._basis = _newest_number(self.log.state)
+
+    def visible(self) -> tuple[CommitEntry, ...]:
+        """The checkpoints that may be used, ascending by step."""
+        return visible(self.log.state)
+
+    def manifests(self, commit: CommitEntry) -> list[Manifest]:
+        """The commit's manifests, verified. Raises Damaged naming the file."""
+        manifests = [load_manifest(self.tier, ref, commit) for ref in commit.manifests]
+        check_cut(manifests)
+        return manifests
+
+    def read_piece(self, manifest: Manifest, stored: StoredPiece) -> bytes:
+        """One piece's bytes, every chunk and the whole verified. Raises Damaged naming the pack."""
+        return next(read_pieces(self.tier, manifest, [stored]))[1]
+
+    def read_pieces(self, manifest: Manifest, wanted: Iterable[StoredPiece]) -> Iterator[tuple[StoredPiece, bytes]]:
+        """Pieces with their verified bytes, in the order of their chunks, each chunk read once. Memory: a few chunks, one piece twice."""
+        return read_pieces(self.tier, manifest, wanted)
+
+    def write(
+        self,
+        *,
+        step: int,
+        generation: int,
+        nonce: str,
+        node: int,
+        world_size: int,
+        logical: Sequence[Part],
+        per_rank: Mapping[int, Sequence[Part]],
+    ) -> tuple[Manifest, ManifestRef]:
+        """Store one node's share of a checkpoint: new chunks in packs, then the manifest, all durable on return; not yet visible.
+
+        Chunks of visible commits are referenced, not written. Cost: one hash pass (6-8 GB/s) and the new bytes' sequential write; memory
+        two chunks. After an error everything written here is removed again. Raises StoreError with the OS error as its cause.
+        """
+        origin = self._origin(generation, nonce)
+        with self._lock:
+            index = self._catalog.index(self.log.state)
+            hold = Hold(step, generation, borrowed={known.key for known in index.values()})
+            self._holds.begin(hold)
+        written = None
+        try:
+            layout = Layout(logical, per_rank)
+            chunks = self._store_chunks(layout, index, hold, origin)
+            ranks = tuple(sorted(per_rank))
+            state_root, rank_roots = roots(layout.pieces, ranks)
+            manifest = Manifest(
+                step=step,
+                generation=generation,
+                nonce=nonce,
+                node=node,
+                world_size=world_size,
+                ranks=ranks,
+                state_root=state_root,
+                rank_roots=rank_roots,
+                chunks=chunks,
+                pieces=tuple(layout.pieces),
+            )
+            ref = self._store_manifest(manifest, hold, origin)
+            written = ref.path
+            return manifest, ref
+        finally:
+            with self._lock:
+                self._holds.end(hold, written)
+            if written is None:
+                self._undo(hold)
+
+    def commit(
+        self,
+        *,
+        manifests: Sequence[tuple[Manifest, ManifestRef]],
+        milestone: bool,
+        journal_head: str,
+        journal_lines: int,
+        writer: Writer,
+        clock: Clock,
+    ) -> CommitEntry:
+        """Make a checkpoint visible; durable on return. Asking twice for the same (step, generation) gives the commit that is there.
+
+        Raises Damaged unless the manifests are one consistent cut; Fenced when this generation may write no longer; Transient when chunks
+        it wanted to reuse were withdrawn meanwhile: write the snapshot again.
+        """
+        check_cut([manifest for manifest, _ in manifests])
+        first = manifests[0][0]
+        entry = CommitEntry(
+            step=first.step,
+            generation=first.generation,
+            milestone=milestone,
+            manifests=tuple(ref for _, ref in sorted(manifests, key=lambda pair: pair[0].node)),
+            state_root=first.state_root,
+            size_bytes=sum(stored.size_bytes for manifest, _ in manifests for stored in manifest.pieces),
+            journal_head=journal_head,
+            journal_lines=journal_lines,
+        )
+
+        def make(state: LogState) -> CommitEntry:
+            self._check_commit(state, first, milestone, borrowed)
+            return entry
+
+        with self._lock:
+            borrowed = {key for manifest, ref in manifests for key in self._borrowed(manifest, ref)}
+            try:
+                self.log.propose(make, writer=writer, clock=clock)
+            except _AlreadyCommitted as e:
+                return e.commit
+            self._catalog.put(key_of(entry), (chunk for manifest, _ in manifests for chunk in manifest.chunks))
+            self._holds.committed(entry)
+            self._out_of_grace = {key_of(c) for c in self.log.state.condemned}
+        return entry
+
+    def open_generation(
+        self, *, base_step: int, base_root: str, source: str, nonce: str, world_size: int, writer: Writer, clock: Clock
+    ) -> Generation:
+        """Open the next generation on a base ("fresh", "memory", "disk"); from here on all older writers are fenced.
+
+        Raises Transient when the base cannot be built on any more: read `visible` again and choose anew.
+        """
+        with self._lock:
+            lowest = self._first_unused_generation()
+            seen = self.visible()
+
+            def make(state: LogState) -> GenerationEntry:
+                self._check_base(state, base_step, base_root, source, seen)
+                newest = newest_generation(state)
+                generation = Generation(
+                    number=max(_newest_number(state) + 1, lowest),
+                    parent=None if newest is None or source == "fresh" else newest.number,
+                    base_step=base_step,
+                    nonce=nonce,
+                    world_size=world_size,
+                )
+                return GenerationEntry(generation=generation, base_root=base_root, source=source)
+
+            entry = self.log.propose(make, writer=writer, clock=clock).entry
+            assert isinstance(entry, GenerationEntry)
+            self._opened = self._basis = entry.generation.number
+            return entry.generation
+
+    def condemn(self, step: int, generation: int, objects: Iterable[str], reason: str, *, writer: Writer, clock: Clock) -> None:
+        """Withdraw a damaged commit and name its bad objects, whose chunks are never referenced again. Raises Fenced."""
+        entry = CondemnEntry(step=step, generation=generation, objects=tuple(sorted(set(objects))), reason=reason)
+
+        def check(state: LogState) -> None:
+            if _newest_number(state) != self._basis:
+                raise Fenced(f"generation {_newest_number(state)} was opened meanwhile: step {step} is not condemned, look again")
+
+        with self._lock:
+            self.log.append(entry, writer=writer, clock=clock, check=check)
+
+    def collect(self, keep_newest: int, *, writer: Writer, clock: Clock) -> list[str]:
+        """Keep the newest checkpoints and the milestones, delete the rest and all leftovers; the paths that went.
+
+        Raises Fenced unless this object opened the newest generation. Cost: two LISTs and one delete per object.
+        """
+        if keep_newest < 1:
+            raise ValueError(f"keep_newest is {keep_newest}: at least one checkpoint must be kept")
+        with self._lock:
+            check_collector(self.log.state, self._opened)
+            assert self._opened is not None
+            in_grace = {key_of(c) for c in self.log.state.condemned} - self._out_of_grace
+            collector = Collector(self.tier, self.log, self._catalog, self._holds, self._opened)
+            return collector.run(keep_newest, in_grace, writer=writer, clock=clock)
+
+    def verify(self) -> VerifyReport:
+        """Recompute every digest and root of everything that is not condemned from the stored bytes. Cost: reads it all once."""
+        return verify(self.tier, self.lineage)
+
+    def _store_chunks(self, layout: Layout, index: dict[str, Known], hold: Hold, origin: Origin) -> tuple[ChunkRef, ...]:
+        refs: dict[int, ChunkRef] = {}
+        used: set[Key] = set()
+
+        def unknown() -> Iterator[Chunk]:
+            for chunk in layout:
+                known = index.get(chunk.id)
+                if known is None:
+                    yield chunk
+                else:
+                    refs[chunk.number] = known.ref
+                    used.add(known.key)
+
+        def new_path() -> str:
+            path = paths.pack(self._name(origin))
+            with self._lock:
+                hold.own.add(path)
+            return path
+
+        refs.update(write_packs(self.tier, unknown(), origin, new_path))
+        failpoint("store.write.after_packs")
+        with self._lock:
+            hold.borrowed = used
+        return tuple(refs[number] for number in range(layout.num_chunks))
+
+    def _store_manifest(self, manifest: Manifest, hold: Hold, origin: Origin) -> ManifestRef:
+        path = paths.manifest(manifest.step, manifest.generation, self._name(origin), manifest.node)
+        check_manifest(manifest, path)
+        raw = seal("manifest", manifest)
+        with self._lock:
+            hold.own.add(path)
+        self.tier.create(path, [raw])
+        failpoint("store.write.after_manifest")
+        return ManifestRef(path=path, digest=digest(raw), size_bytes=len(raw))
+
+    def _undo(self, hold: Hold) -> None:
+        for path in hold.own:
+            with suppress(Exception):  # safe: the write's own error is on its way up, and what stays is doomed
+                self.tier.delete(path)
+
+    def _origin(self, generation: int, nonce: str) -> Origin:
+        """Objects carry the generation of their writer: ours, also when what is written was frozen under an older one."""
+        with self._lock:
+            mine = next((g for g in self.log.state.generations if g.number == self._opened), None)
+        return Origin(generation, paths.nonce_hex(nonce)) if mine is None else Origin(mine.number, paths.nonce_hex(mine.nonce))
+
+    def _name(self, origin: Origin) -> str:
+        return paths.origin(origin.nonce) + self._nonces.nonce()[:16]
+
+    def _check_commit(self, state: LogState, first: Manifest, milestone: bool, borrowed: set[Key]) -> None:
+        self._check_writer(state, first)
+        for commit in state.commits:
+            if key_of(commit) == (first.step, first.generation) and (commit.milestone or not milestone):
+                raise _AlreadyCommitted(commit)
+        lost = borrowed - {key_of(c) for c in visible(state)}
+        if lost:
+            raise Transient(f"step {first.step} reuses chunks of step {min(lost)[0]}, which was withdrawn meanwhile: write it again")
+
+    def _check_writer(self, state: LogState, first: Manifest) -> None:
+        """Who may commit: writers of the newest generation, and whoever opened it for what its ancestors froze up to their child's base."""
+        name = f"step {first.step} of generation {first.generation}"
+        mine = next((g for g in state.generations if g.number == first.generation), None)
+        if mine is None or mine.nonce != first.nonce:
+            raise Fenced(f"{name} is not committed: the log knows no such generation")
+        newest = _newest_number(state)
+        if newest not in (first.generation, self._opened):
+            raise Fenced(f"{name} is not committed: generation {newest} was opened meanwhile")
+        if first.step > reach(state).get(first.generation, -1):
+            raise Fenced(f"{name} is not committed: the lineage of generation {newest} left it behind before that step")
+
+    def _check_base(self, state: LogState, step: int, root: str, source: str, seen: tuple[CommitEntry, ...]) -> None:
+        if source not in ("fresh", "memory", "disk"):
+            raise ValueError(f"source {source!r}: one of 'fresh', 'memory', 'disk'")
+        newest, now = _newest_number(state), visible(state)
+        if source == "disk":
+            if any((c.step, c.state_root) == (step, root) for c in now):
+                return
+            text = f"the checkpoint of step {step} is no longer visible"
+        elif newest != self._basis:
+            text = f"generation {newest} was opened meanwhile"
+        elif source == "fresh" and now != seen:
+            text = "a checkpoint was committed meanwhile"
+        else:
+            return
+        self._basis = newest
+        raise Transient(f"{text}: choose again where to start")
+
+    def _first_unused_generation(self) -> int:
+        """Above every journal's number too: the entry of a generation at the head of the log may have been lost."""
+        numbers = [paths.number(path) for path in self.tier.list(paths.journal_folder(self.lineage))]
+        return 1 + max((n for n in numbers if n is not None), default=-1)
+
+    def _borrowed(self, manifest: Manifest, ref: ManifestRef) -> set[Key]:
+        """The commits that must still be visible when this manifest's commit is written."""
+        hold = self._holds.of(ref.path)
+        if hold is not None:
+            return hold.borrowed
+        if ref.path in self._holds.doomed:
+            raise Transient(f"{ref.path}: given up when a later step was committed: write it again")
+        return self._borrowed_by_another(manifest)
+
+    def _borrowed_by_another(self, manifest: Manifest) -> set[Key]:
+        """For a manifest that another process wrote: its packs are either its generation's own or those of visible commits."""
+        own = {paths.origin(g.nonce) for g in self.log.state.generations if g.number >= manifest.generation}
+        foreign = {chunk.pack for chunk in manifest.chunks if paths.pack_origin(chunk.pack) not in own}
+        keys: set[Key] = set()
+        for commit in reversed(self.visible()):
+            shared = foreign & self._catalog.packs(commit) if foreign else set()
+            if shared:
+                keys.add(key_of(commit))
+                foreign -= shared
+        if foreign:
+            raise Transient(f"step {manifest.step} reuses {min(foreign)}, which no visible checkpoint holds: write it again")
+        return keys
+
+
+def _newest_number(state: LogState) -> int:
+    newest = newest_generation(state)
+    return -1 if newest is None else newest.number
