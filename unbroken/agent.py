@@ -185,7 +185,7 @@ class Daemon:
 
     def _close(self) -> int:
         if self._notes:
-            self._board.write_events([_event(note, self._board.last_step) for note in self._notes])
+            self._board.write_events([_event(note, self._board.last_applied or 0) for note in self._notes])
         stopped = self._board.stop()
         for client in list(self._clients.values()):
             self._drop(client)
@@ -335,8 +335,8 @@ class Daemon:
         if self._folder.changed():
             say("the run folder was removed or replaced: what memory holds of it is forgotten")
             self._board.forget()
-        client.send(self._folder.begin(message, self._board.cuts(), self._board.witnessed))
-        self._board.witnessed = True
+        plan = self._folder.begin(message, self._board.cuts(), witnessed=self._board.witnessed, last_applied=self._board.last_applied)
+        client.send(plan)
 
     def _bad(self, client: Client, message: m.Bad) -> None:
         self._only_rank_0(client)
@@ -371,7 +371,7 @@ class Daemon:
         self._current(message.generation)
         if message.rank != client.rank:
             raise UnbrokenError(f"rank {client.rank} cannot speak for rank {message.rank}")
-        self._board.announce(message.generation, message.step)
+        self._board.announce(message)
         self._pass_verdict(self._refusals.applied(message.generation, message.step))
         self._board.settle()
 
@@ -418,7 +418,7 @@ class Daemon:
         message, ranks = verdict
         reasons = {str(rank): text for rank, text in self._refusals.reasons.items()}
         facts = {"attempt": message.attempt, "retry": message.retry, "why": message.reason, "reasons": reasons}
-        self._board.write_events([EventRecord(name="refused", step=self._board.last_step, facts=facts)])
+        self._board.write_events([EventRecord(name="refused", step=self._board.last_applied or 0, facts=facts)])
         for rank in ranks:
             client = self._worker(rank)
             if client is not None:

@@ -8,15 +8,15 @@ from typing import Any
 
 from unbroken.core.errors import StoreError
 from unbroken.core.limits import DRAIN_TIMEOUT_S
-from unbroken.core.messages import Committed, Failed, Message
+from unbroken.core.messages import Committed, Failed, Message, Ready
 from unbroken.core.records import EventRecord, Record
 from unbroken.recover.drain import Cargo, Drainer, Outcome, describe
 from unbroken.recover.folder import Chronicle, RunFolder
 from unbroken.recover.memory import SlotTable
 from unbroken.recover.plan import MemoryCut
 
-Stamp = tuple[int, int]
-"""(step, generation)."""
+Stamp = tuple[int, int, bool]
+"""(step, generation, milestone): a snapshot may be taken once more in order to be kept."""
 
 MAX_FATES = 64
 SYNC_LINES = 256
@@ -24,7 +24,7 @@ SYNC_LINES = 256
 
 
 def _stamp(cut: MemoryCut) -> Stamp:
-    return cut.step, cut.generation
+    return cut.step, cut.generation, cut.milestone
 
 
 class Board:
@@ -56,9 +56,9 @@ class Board:
         return self._current.generation.world_size if self._current is not None else 0
 
     @property
-    def last_step(self) -> int:
-        """Newest step that the journal says was applied."""
-        return self._current.last_applied if self._current is not None else 0
+    def last_applied(self) -> int | None:
+        """Newest step that the journal of the generation in progress says was applied."""
+        return self._current.last_applied if self._current is not None else None
 
     @property
     def phase(self) -> str:
@@ -107,9 +107,9 @@ class Board:
         self.table.drop(cut)
         self.settle()
 
-    def announce(self, generation: int, step: int) -> None:
+    def announce(self, ready: Ready) -> None:
         """A rank says that its slot is READY: the fate of this snapshot has to be told."""
-        self._announced.add((step, generation))
+        self._announced.add((ready.step, ready.generation, ready.milestone))
 
     def journal(self, records: Sequence[Record]) -> None:
         """Append to the journal of the generation in progress."""
@@ -145,10 +145,10 @@ class Board:
         self._draining = None
         step, generation = outcome.cut.step, outcome.cut.generation
         if outcome.error:
-            self._set_fate((step, generation), "failed")
+            self._set_fate(_stamp(outcome.cut), "failed")
             self._tell(Failed(step=step, generation=generation, text=outcome.error))
         else:
-            self._set_fate((step, generation), "committed")
+            self._set_fate(_stamp(outcome.cut), "committed")
             self._last_committed = step
             self._tell(Committed(step=step, generation=generation, state_root=outcome.state_root, seconds=outcome.seconds))
         self.settle()
@@ -158,7 +158,7 @@ class Board:
         newest = max(self._held, default=None)
         return {
             "generation": self.generation if self._current is not None else None,
-            "last_applied": self._current.last_applied if self._current is not None else None,
+            "last_applied": self.last_applied,
             "last_ready": newest[0] if newest is not None else None,
             "last_committed": self._last_committed,
             "draining": self._draining.step if self._draining is not None else None,
@@ -175,7 +175,7 @@ class Board:
         newest_found = False
         for cut in cuts:
             stamp = _stamp(cut)
-            if newest_found and (stamp in self._fates or not self._is_milestone(cut)):
+            if newest_found and (stamp in self._fates or not cut.milestone):
                 continue
             if stamp in self._held or self.table.hold(cut):
                 wanted[stamp] = cut
@@ -188,21 +188,18 @@ class Board:
         needed = {cut.generation for cut in wanted.values()} | {self.generation}
         self._chronicles = {number: chronicle for number, chronicle in self._chronicles.items() if number in needed}
 
-    def _is_milestone(self, cut: MemoryCut) -> bool:
-        return self.table.find(cut.slots[:1])[0].milestone
-
     def _next(self) -> MemoryCut | None:
         waiting = [cut for stamp, cut in self._held.items() if stamp not in self._fates and cut is not self._draining]
-        milestones = [cut for cut in waiting if self._is_milestone(cut)]
+        milestones = [cut for cut in waiting if cut.milestone]
         if milestones:
             return min(milestones, key=_stamp)
         return max(waiting, key=_stamp, default=None)
 
     def _tell_overtaken(self) -> None:
         """A snapshot that a newer one has overtaken before it was drained stays memory-only, and that is reported."""
-        newest = max(self._held, default=(-1, -1))
+        newest = max(self._held, default=(-1, -1, False))
         for stamp in sorted(self._announced):
-            step, generation = stamp
+            step, generation, _ = stamp
             if stamp in self._fates:
                 self._announced.discard(stamp)
             elif stamp < newest and stamp not in self._held:

@@ -219,7 +219,9 @@ def _commit(cargo: Cargo, milestone: bool, manifest: Manifest, ref: ManifestRef,
 
 def _collect(cargo: Cargo, folder: RunFolder) -> None:
     try:
-        cargo.repository.collect(KEEP_NEWEST, writer=folder.writer, clock=folder.clock)
+        keep = cargo.repository.facts.options.get("keep")
+        keep_newest = keep if isinstance(keep, int) and keep >= 1 else KEEP_NEWEST
+        cargo.repository.collect(keep_newest, writer=folder.writer, clock=folder.clock)
     except (OSError, UnbrokenError) as error:
         # Safe: what could not be removed is removed by a later collection; the checkpoint itself is committed.
         _note(cargo, "collect_failed", describe(error))

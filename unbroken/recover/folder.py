@@ -7,19 +7,22 @@ import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from unbroken.core.errors import Refused, SaveFailed, StoreError, UnbrokenError
 from unbroken.core.messages import Bad, Begin, Opened, Plan
 from unbroken.core.os import boot_id, hostname
 from unbroken.core.ports import Clock, Nonces, Tier
-from unbroken.core.records import BeginRecord, Generation, LogState, Record, RootRecord, RunFacts, StepRecord, Writer
+from unbroken.core.records import BeginRecord, Generation, JournalLine, LogState, Record, RootRecord, RunFacts, StepRecord, Writer
 from unbroken.recover.plan import Choice, Key, MemoryCut, choose
+from unbroken.store import paths
 from unbroken.store.journal import JournalWriter
 from unbroken.store.lease import WriterLease
 from unbroken.store.log import visible
 from unbroken.store.repository import Repository
 from unbroken.store.tiers.disk import DiskTier
 
-FACTS_PATH = "run.json"
+TAIL_BYTES = 1 << 20
 
 
 class Chronicle:
@@ -65,7 +68,7 @@ class Chronicle:
     def check_folder(self) -> None:
         """SaveFailed if the run has been removed: nothing of it may then be made anew."""
         try:
-            self._tier.size(FACTS_PATH)
+            self._tier.size(paths.RUN)
         except FileNotFoundError:
             raise SaveFailed("the run folder has been removed") from None
 
@@ -108,8 +111,11 @@ class RunFolder:
         self.close()
         return True
 
-    def begin(self, request: Begin, memory: Sequence[MemoryCut], witnessed: bool) -> Plan:
-        """Choose where to start. Takes the lease; raises what the store raises, NoCheckpoint or Refused."""
+    def begin(self, request: Begin, memory: Sequence[MemoryCut], *, witnessed: bool, last_applied: int | None) -> Plan:
+        """Choose where to start. Takes the lease; raises what the store raises, NoCheckpoint or Refused.
+
+        `last_applied` is the newest step of the generation that ended, None if this daemon did not see it.
+        """
         if request.world_size < 1:
             raise ValueError(f"world_size {request.world_size}: must be at least 1")
         self._start, self._notes = None, []
@@ -119,7 +125,8 @@ class RunFolder:
             self._acquire()
             if self._open():  # somebody made a run here before we had the lease
                 choice, reason = self._choose(request, memory, witnessed, {})
-        plan = self._plan(request, choice, reason)
+        last_step = self._last_step_on_disk() if last_applied is None else last_applied
+        plan = self._plan(request, choice, reason, last_step)
         self._start = _Start(request=request, choice=choice, plan=plan, witnessed=witnessed)
         return plan
 
@@ -132,7 +139,7 @@ class RunFolder:
         if start.choice.commit is not None:
             self._condemn(start.choice, message)
         start.choice, reason = self._choose(start.request, memory, start.witnessed, start.exclude)
-        start.plan = self._plan(start.request, start.choice, reason)
+        start.plan = self._plan(start.request, start.choice, reason, start.plan.last_step)
         return start.plan
 
     def planned_cut(self) -> MemoryCut | None:
@@ -187,7 +194,7 @@ class RunFolder:
 
     def _read_facts(self) -> bytes:
         try:
-            return self._tier.read(FACTS_PATH)
+            return self._tier.read(paths.RUN)
         except FileNotFoundError:
             return b""
 
@@ -233,7 +240,7 @@ class RunFolder:
             # Safe: this start passes the checkpoint over anyway, and the next one finds the same damage.
             self._notes.append(f"step {choice.step} could not be condemned ({type(error).__name__}: {error})")
 
-    def _plan(self, request: Begin, choice: Choice, reason: str) -> Plan:
+    def _plan(self, request: Begin, choice: Choice, reason: str, last_step: int) -> Plan:
         repository, state = self._repository, self._log_state()
         generations = {g.number: g for g in state.generations} if state is not None else {}
         manifests = choice.commit.manifests if choice.commit is not None else ()
@@ -249,9 +256,10 @@ class RunFolder:
             slots=choice.cut.slots if choice.cut is not None else (),
             manifests=manifests,
             stored_world_size=stored_world_size,
+            last_step=last_step,
             options=repository.facts.options if repository is not None else request.options,
             run_id=repository.facts.run_id if repository is not None else self._nonces.nonce(),
-            notes=(*self._notes, *(self._damage()), *choice.notes, reason),
+            notes=tuple(dict.fromkeys((*self._notes, *self._damage(), *choice.notes, reason))),
         )
 
     def _root(self, choice: Choice) -> str:
@@ -261,6 +269,26 @@ class RunFolder:
             if (commit.step, commit.generation) == (choice.step, choice.generation):
                 return commit.state_root
         return ""
+
+    def _last_step_on_disk(self) -> int:
+        """Newest step in the journal of the newest generation, looked for in its last lines; only timings depend on it."""
+        state = self._log_state()
+        newest = max(state.generations, key=lambda g: g.number, default=None) if state is not None else None
+        if newest is None:
+            return 0
+        path = paths.journal(self.repository.lineage, newest.number)
+        try:
+            lines = self._tier.read(path, max(0, self._tier.size(path) - TAIL_BYTES)).split(b"\n")
+        except (FileNotFoundError, StoreError):
+            return newest.base_step
+        for line in reversed(lines[:-1]):
+            try:
+                record = msgspec.json.decode(line, type=JournalLine).record
+            except (msgspec.MsgspecError, UnicodeDecodeError):
+                continue
+            if isinstance(record, StepRecord):
+                return record.step
+        return newest.base_step
 
     def _damage(self) -> tuple[str, ...]:
         return tuple(self._repository.log.damage[:8]) if self._repository is not None else ()

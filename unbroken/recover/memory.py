@@ -62,19 +62,20 @@ class SlotTable:
 
     def cuts(self) -> list[MemoryCut]:
         """Sets of READY slots of all ranks of one world, generation and step (I5); newest step first."""
-        groups: defaultdict[tuple[int, int, int], dict[int, int]] = defaultdict(dict)
+        groups: defaultdict[tuple[int, int, bool, int], dict[int, int]] = defaultdict(dict)
         for number, entry in self._entries.items():
             generation, step, rank, world_size = entry.slot.stamp
             if entry.slot.is_ready and rank == entry.rank < world_size:
-                groups[step, generation, world_size][rank] = number
+                groups[step, generation, entry.slot.milestone, world_size][rank] = number
         return [
             MemoryCut(
                 generation=generation,
                 step=step,
                 world_size=world_size,
+                milestone=milestone,
                 slots=tuple(SlotSource(rank=rank, slot=ranks[rank]) for rank in range(world_size)),
             )
-            for (step, generation, world_size), ranks in sorted(groups.items(), reverse=True)
+            for (step, generation, milestone, world_size), ranks in sorted(groups.items(), reverse=True)
             if len(ranks) == world_size
         ]
 

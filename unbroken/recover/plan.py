@@ -24,6 +24,7 @@ class MemoryCut(Struct, frozen=True, kw_only=True):
     step: int
     world_size: int
     slots: tuple[SlotSource, ...]
+    milestone: bool = False
 
     @property
     def key(self) -> Key:

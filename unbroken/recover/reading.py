@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import msgspec
 
@@ -17,6 +18,7 @@ from unbroken.store.repository import Repository
 from unbroken.store.sealed import read_sealed
 
 Pieces = dict[str, tuple[Piece, Buffer]]
+T = TypeVar("T")
 Wanted = Callable[[StoredPiece], bool]
 
 _MAX_LISTED = 20
@@ -36,12 +38,12 @@ class PassedOver:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """The pieces of one checkpoint, all verified, and the newer ones that were passed over for it."""
+class Found(Generic[T]):
+    """What was made of one checkpoint, all verified, and the newer ones that were passed over for it."""
 
     commit: CommitEntry
-    pieces: Pieces
-    passed_over: tuple[PassedOver, ...] = field(default=())
+    value: T
+    passed_over: tuple[PassedOver, ...] = ()
 
 
 def logical(stored: StoredPiece) -> bool:
@@ -96,12 +98,12 @@ def commit_of(repository: Repository, step: int) -> CommitEntry:
     raise NoCheckpoint(f"no checkpoint of step {step}{why}; {_listed(commits)}")
 
 
-def newest_good(repository: Repository, read: Callable[[CommitEntry], Pieces]) -> Found:
-    """The newest checkpoint that `read` finds whole; older ones are tried in turn. NoCheckpoint lists each with its reason."""
+def newest_good(repository: Repository, use: Callable[[CommitEntry], T]) -> Found[T]:
+    """The newest checkpoint that `use` finds whole, older ones being tried when it raises Damaged. NoCheckpoint lists each with its reason."""
     passed: list[PassedOver] = []
     for commit in reversed(repository.visible()):
         try:
-            return Found(commit, read(commit), (*_uncommitted(repository, commit.step), *passed))
+            return Found(commit, use(commit), (*_uncommitted(repository, commit.step), *passed))
         except Damaged as error:
             passed.append(PassedOver(commit.step, commit.generation, (error.path,), str(error)))
     reasons = [*map(str, passed), *map(str, _uncommitted(repository, -1)), *repository.log.damage[:_MAX_LISTED]]
@@ -112,14 +114,18 @@ def newest_good(repository: Repository, read: Callable[[CommitEntry], Pieces]) -
 
 
 def newest_plausible(repository: Repository) -> CommitEntry | None:
-    """The newest commit whose manifests verify and whose packs are there; bytes inside the packs are verified only when they are read."""
-    for commit in reversed(repository.visible()):
-        try:
-            checked_manifests(repository, commit)
-        except Damaged:
-            continue  # safe: load() names it, and verify() reports it
-        return commit
-    return None
+    """The newest commit whose manifests verify and whose packs are there; the bytes in the packs are verified when they are read.
+
+    None if nothing has ever been committed; NoCheckpoint with the reasons if nothing that was can be used: that is no fresh start.
+    """
+
+    def use(commit: CommitEntry) -> None:
+        checked_manifests(repository, commit)
+
+    state = repository.log.state
+    if not repository.visible() and not state.condemned and not repository.log.damage:
+        return None
+    return newest_good(repository, use).commit
 
 
 def _uncommitted(repository: Repository, newer_than: int) -> Iterator[PassedOver]:
@@ -136,7 +142,11 @@ def _uncommitted(repository: Repository, newer_than: int) -> Iterator[PassedOver
         if name is None or path in known or name.step <= newer_than or name.step in seen or (name.step, name.generation) in gone:
             continue
         seen.add(name.step)
-        reason = f"its log entry is damaged or lost ({damage[-1]})" if damage else "its log entry is missing: the save was cut off, or the entry lost"
+        reason = (
+            f"its log entry is damaged or lost ({damage[-1]})"
+            if damage
+            else "its log entry is missing: the save was cut off, or the entry lost"
+        )
         yield PassedOver(name.step, None, (path,), reason)
 
 

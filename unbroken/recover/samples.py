@@ -21,7 +21,8 @@ class ExpectedUnits:
     def __init__(self, order: SampleOrder) -> None:
         self._order = order
         self._parts = [part(order.global_batch, order.units, unit) for unit in range(order.units)]
-        self._block_steps = max(1, _BLOCK_SAMPLES // order.global_batch)
+        self._most_steps = max(1, _BLOCK_SAMPLES // order.global_batch)
+        self._block_steps = min(16, self._most_steps)
         self._first = 0
         self._block: list[tuple[str, ...]] = []
 
@@ -33,6 +34,7 @@ class ExpectedUnits:
             if last < step:
                 return digests(self._order, step)
             self._first, self._block = step, self._compute(step, last)
+            self._block_steps = min(2 * self._block_steps, self._most_steps)
         return self._block[step - self._first]
 
     def _compute(self, first: int, last: int) -> list[tuple[str, ...]]:

@@ -228,7 +228,7 @@ def pick(slots: Sequence[Slot]) -> Slot | None:
     Unwritten slots come first, then the oldest READY one, which is given up only while another READY one remains.
     """
     waiting = [slot for slot in slots if not slot.is_ready and not slot.held]
-    ready = sorted((slot for slot in slots if slot.is_ready), key=lambda slot: (slot.step, slot.generation))
+    ready = sorted((slot for slot in slots if slot.is_ready), key=lambda slot: (slot.step, slot.generation, slot.milestone))
     overwritable = ready if len(ready) > 1 else []
     for slot in [*waiting, *(slot for slot in overwritable if not slot.held)]:
         if slot.claim():

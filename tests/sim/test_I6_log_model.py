@@ -1,0 +1,404 @@
+"""Model check of the log protocol: the product's own code over an in-memory tier, every port call one atomic step, all interleavings.
+
+Actors are deterministic programs. An actor's next call is a pure function of the results of its calls so far: it is found by running
+the program anew against those results, and remembered. So the whole system's state is (tier, results of each actor), and a depth-first
+search visits every reachable one.
+
+One reduction, which loses no behaviour: reading a log entry or run.json that exists gives the same result at any later time, because
+they are never changed or deleted; such a read is done at once instead of being interleaved.
+
+The actors, on a run whose generation 0 committed step 10 and whose generation 1 committed step 20:
+  zombie     opened generation 0, missed the rest; commits step 15, then collects
+  writer     commits step 30 for generation 1 (reusing the chunk of step 10), writes once more when told to
+  gc         opened generation 1; keeps the newest checkpoint, deletes the others
+  recoverer  opens generation 2 on the newest checkpoint it finds, once more when told to; then commits step 40 and collects
+  reader     reads the newest checkpoint whole, once more when that one was withdrawn meanwhile
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+from tests.rigs.store_run import FACTS, WRITER, CountedNonces, StillClock, Trainer, opened, part
+
+from unbroken.core.errors import Damaged, Fenced, Transient
+from unbroken.core.ports import Buffer, TierTraits
+from unbroken.core.records import CommitEntry, CondemnEntry, Generation, GenerationEntry, LogEntry, LogState, PruneEntry
+from unbroken.store.journal import first_chain
+from unbroken.store.log import Log, visible
+from unbroken.store.packs import read_chunk
+from unbroken.store.repository import Repository
+from unbroken.store.sealed import unseal
+from unbroken.store.tiers.memory import MemoryTier, Snapshot
+
+CLOCK = StillClock()
+Call = tuple[Any, ...]
+
+
+class Violation(AssertionError):
+    """A property does not hold."""
+
+
+class Paused(BaseException):
+    """The actor has come to a call whose result is not known yet."""
+
+    def __init__(self, call: Call) -> None:
+        super().__init__()
+        self.call = call
+
+
+class RecordedTier:
+    """Answers an actor's calls from its record; the first call beyond it, and any after that, pauses the actor."""
+
+    def __init__(self, results: Iterable[Any]) -> None:
+        self.traits = TierTraits(name="model", conditional_put=True, durable=True, append=True)
+        self._results = iter(results)
+        self._paused: Paused | None = None
+
+    def create(self, path: str, parts: Iterable[Buffer]) -> int:
+        return self._call("create", path, (b"".join(parts),))
+
+    def append(self, path: str, data: Buffer) -> None:
+        self._call("append", path, bytes(data))
+
+    def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
+        return self._call("read", path, offset, length)
+
+    def size(self, path: str) -> int:
+        return self._call("size", path)
+
+    def sweep(self) -> list[str]:
+        return []
+
+    def list(self, prefix: str) -> Any:
+        return self._call("list", prefix)
+
+    def delete(self, path: str) -> None:
+        self._call("delete", path)
+
+    def go(self) -> None:
+        """The end of an actor's part in the set-up."""
+        self._call("go")
+
+    def _call(self, *call: Any) -> Any:
+        if self._paused is not None:
+            raise self._paused
+        try:
+            result = next(self._results)
+        except StopIteration:
+            self._paused = Paused(call)
+            raise self._paused from None
+        if isinstance(result, type):
+            raise result(call[1])
+        return list(result) if isinstance(result, tuple) else result
+
+
+def content(value: str) -> list[Any]:
+    """A state of one small piece: one chunk."""
+    return [part("/w", value.encode())]
+
+
+def commit(repository: Repository, generation: Generation, step: int, value: str) -> CommitEntry:
+    written = repository.write(
+        step=step, generation=generation.number, nonce=generation.nonce, node=0, world_size=1, logical=content(value), per_rank={0: []}
+    )
+    return repository.commit(
+        manifests=[written],
+        milestone=False,
+        journal_head=first_chain(generation.number, generation.nonce),
+        journal_lines=0,
+        writer=WRITER,
+        clock=CLOCK,
+    )
+
+
+def zombie(tier: RecordedTier) -> str:
+    nonces = CountedNonces("zombie")
+    trainer = opened(Repository.create(tier, FACTS, nonces=nonces), None, nonces, world_size=1)
+    commit(trainer.repository, trainer.generation, 10, "a")
+    tier.go()
+    said = []
+    for act in (lambda: commit(trainer.repository, trainer.generation, 15, "z"), lambda: trainer.collect(1)):
+        try:
+            act()
+            said.append("done")
+        except Fenced:
+            said.append("fenced")
+    return " ".join(said)
+
+
+def gc(tier: RecordedTier) -> str:
+    nonces = CountedNonces("gc")
+    repository = Repository.open(tier, nonces=nonces)
+    trainer: Trainer = opened(repository, repository.visible()[-1], nonces, world_size=1)
+    tier.go()
+    try:
+        return f"deleted {len(trainer.collect(1))}"
+    except Fenced:
+        return "fenced"
+
+
+def writer(tier: RecordedTier) -> str:
+    repository = Repository.open(tier, nonces=CountedNonces("writer"))
+    generation = repository.log.state.generations[-1]
+    commit(repository, generation, 20, "b")
+    tier.go()
+    for _ in range(2):
+        try:
+            return f"committed {commit(repository, generation, 30, 'a').step}"
+        except Transient:
+            continue
+        except Fenced:
+            return "fenced"
+    return "gave up"
+
+
+def recoverer(tier: RecordedTier) -> str:
+    tier.go()
+    nonces = CountedNonces("recoverer")
+    repository = Repository.open(tier, nonces=nonces)
+    for _ in range(2):
+        base = repository.visible()[-1]
+        try:
+            read_whole(repository, base)
+            trainer = opened(repository, base, nonces, world_size=1)
+        except (Damaged, Transient):
+            repository.refresh()
+            continue
+        commit(repository, trainer.generation, 40, "b")
+        return f"committed 40 on {base.step}, deleted {len(trainer.collect(1))}"
+    return "gave up"
+
+
+def reader(tier: RecordedTier) -> str:
+    tier.go()
+    repository = Repository.open(tier)
+    for _ in range(2):
+        newest = repository.visible()[-1]
+        try:
+            read_whole(repository, newest)
+            return f"read {newest.step}"
+        except Damaged as e:
+            repository.refresh()
+            if newest in repository.visible():
+                raise Violation(f"step {newest.step} is visible and cannot be read: {e}") from e
+    return "gave up"
+
+
+def read_whole(repository: Repository, commit: CommitEntry) -> None:
+    for manifest in repository.manifests(commit):
+        for _ in repository.read_pieces(manifest, manifest.pieces):
+            pass
+
+
+ACTORS: dict[str, Callable[[RecordedTier], str]] = {
+    "zombie": zombie,
+    "gc": gc,
+    "writer": writer,
+    "recoverer": recoverer,
+    "reader": reader,
+}
+GENERATION = {"zombie": 0, "gc": 1, "writer": 1, "recoverer": 2, "reader": -1}
+
+
+class Model:
+    """The search. Tiers, results and records are numbered as they appear, so that a state is a tuple of small integers."""
+
+    def __init__(self) -> None:
+        self.names = list(ACTORS)
+        self._tiers: list[Snapshot] = []
+        self._tier_numbers: dict[Snapshot, int] = {}
+        self._records: list[tuple[int, Any]] = [(-1, None)] * len(self.names)
+        self._record_numbers: dict[tuple[int, Any], int] = {}
+        self._actor_of: list[int] = list(range(len(self.names)))
+        self._next: dict[int, Call] = {}
+        self._applied: dict[tuple[int, Call], tuple[Any, int]] = {}
+        self._views: dict[Snapshot, LogState] = {}
+        self._checked: set[tuple[int, int, int]] = set()
+        self.outcomes: dict[str, set[str]] = {name: set() for name in self.names}
+        self.num_states = 0
+
+    def run(self) -> None:
+        """Set up, then visit every reachable state. Raises Violation."""
+        tier, records = self._set_up()
+        self._check_tier(tier)
+        seen = {(tier, *records)}
+        stack = list(seen)
+        while stack:
+            state = stack.pop()
+            self.num_states += 1
+            for actor in range(len(self.names)):
+                call = self._next_call(state[actor + 1])
+                if call[0] == "done":
+                    continue
+                new = self._step(state, actor, call)
+                if new not in seen:
+                    seen.add(new)
+                    stack.append(new)
+
+    def _set_up(self) -> tuple[int, list[int]]:
+        """Each actor up to its `go`, one after another."""
+        tier, records = self._tier_number(()), list(range(len(self.names)))
+        for actor in range(len(self.names)):
+            while (call := self._next_call(records[actor]))[0] != "go":
+                result, tier = self._apply(tier, call)
+                records[actor] = self._record(records[actor], result, actor)
+            records[actor] = self._record(records[actor], None, actor)
+        return tier, [self._settle(tier, record, actor) for actor, record in enumerate(records)]
+
+    def _step(self, state: tuple[int, ...], actor: int, call: Call) -> tuple[int, ...]:
+        result, tier = self._apply(state[0], call)
+        record = self._settle(tier, self._record(state[actor + 1], result, actor), actor)
+        if tier != state[0]:
+            self._check_step(state[0], tier, actor)
+        new = list(state)
+        new[0], new[actor + 1] = tier, record
+        return tuple(new)
+
+    def _settle(self, tier: int, record: int, actor: int) -> int:
+        """Do the reads whose result can never change."""
+        while True:
+            call = self._next_call(record)
+            if call[0] != "read" or not (call[1].startswith("runs/") or call[1] == "run.json"):
+                return record
+            result, _ = self._apply(tier, call)
+            if isinstance(result, type):
+                return record
+            record = self._record(record, result, actor)
+
+    def _next_call(self, record: int) -> Call:
+        if record not in self._next:
+            name = self.names[self._actor_of[record]]
+            try:
+                outcome = ACTORS[name](RecordedTier(self._results(record)))
+                self.outcomes[name].add(outcome)
+                self._next[record] = ("done", outcome)
+            except Paused as paused:
+                self._next[record] = paused.call
+        return self._next[record]
+
+    def _results(self, record: int) -> list[Any]:
+        results = []
+        while record >= len(self.names):
+            record, result = self._records[record]
+            results.append(result)
+        return results[::-1]
+
+    def _record(self, before: int, result: Any, actor: int) -> int:
+        key = (before, result)
+        if key not in self._record_numbers:
+            self._record_numbers[key] = len(self._records)
+            self._records.append(key)
+            self._actor_of.append(actor)
+        return self._record_numbers[key]
+
+    def _tier_number(self, snapshot: Snapshot) -> int:
+        if snapshot not in self._tier_numbers:
+            self._tier_numbers[snapshot] = len(self._tiers)
+            self._tiers.append(snapshot)
+        return self._tier_numbers[snapshot]
+
+    def _apply(self, number: int, call: Call) -> tuple[Any, int]:
+        """One atomic step: the call's result (an error's class for an error) and the tier after it."""
+        key = (number, call)
+        if key not in self._applied:
+            tier = MemoryTier(self._tiers[number])
+            try:
+                result = getattr(tier, call[0])(*call[1:])
+            except (FileNotFoundError, FileExistsError) as e:
+                result = type(e)
+            frozen = tuple(result) if isinstance(result, list) else result
+            self._applied[key] = (frozen, self._tier_number(tier.snapshot()))
+        return self._applied[key]
+
+    def _view(self, number: int) -> LogState:
+        entries = tuple(item for item in self._tiers[number] if item[0].startswith("runs/"))
+        if entries not in self._views:
+            self._views[entries] = Log.open(MemoryTier(entries)).state
+        return self._views[entries]
+
+    def _check_step(self, before: int, after: int, actor: int) -> None:
+        """Properties of one step that changed the tier."""
+        if (before, after, actor) in self._checked:
+            return
+        self._checked.add((before, after, actor))
+        self._check_tier(after)
+        old, new = self._view(before), self._view(after)
+        seen, now = set(visible(old)), set(visible(new))
+        if GENERATION[self.names[actor]] < max(g.number for g in old.generations) and seen != now:
+            raise Violation(f"I6: the {self.names[actor]} of an older generation changed what is visible: {seen ^ now}")
+        entry = self._new_entry(before, after)
+        for gone in seen - now:
+            if not _may_withdraw(entry, gone):
+                raise Violation(f"step {gone.step} of generation {gone.generation} disappeared by {entry}")
+        if isinstance(entry, GenerationEntry):
+            base = (entry.generation.base_step, entry.base_root)
+            for commits in (seen, now):
+                if entry.source == "disk" and base not in {(c.step, c.state_root) for c in commits}:
+                    raise Violation(f"generation {entry.generation.number} was opened on step {base[0]}, which is not visible")
+            if entry.generation.number in {g.number for g in old.generations}:
+                raise Violation(f"generation {entry.generation.number} was opened twice")
+
+    def _new_entry(self, before: int, after: int) -> Any:
+        new = set(self._tiers[after]) - set(self._tiers[before])
+        entries = [unseal("log", raw, LogEntry, path) for path, raw in new if path.startswith("runs/main/log/")]
+        return entries[0].entry if entries else None
+
+    def _check_tier(self, number: int) -> None:
+        """Properties of one state: every visible checkpoint is whole, and on the newest generation's lineage (I1, I2)."""
+        tier = MemoryTier(self._tiers[number])
+        state = self._view(number)
+        repository = Repository(tier, FACTS, Log(tier))
+        for entry in visible(state):
+            if not _is_on_lineage(state, entry):
+                raise Violation(f"step {entry.step} of generation {entry.generation} is visible beside the lineage")
+            try:
+                for manifest in repository.manifests(entry):
+                    for chunk in manifest.chunks:
+                        read_chunk(tier, chunk)
+            except Damaged as e:
+                raise Violation(f"step {entry.step} is visible, but {e}") from e
+
+
+def _may_withdraw(entry: Any, commit: CommitEntry) -> bool:
+    name = (commit.step, commit.generation)
+    if isinstance(entry, PruneEntry):
+        return name in entry.commits
+    if isinstance(entry, CondemnEntry):
+        return name == (entry.step, entry.generation)
+    return isinstance(entry, GenerationEntry) and commit.step > entry.generation.base_step
+
+
+def _is_on_lineage(state: LogState, commit: CommitEntry) -> bool:
+    """The rule said once more, from the commit's side: every generation between it and the newest one started at its step or later."""
+    current = state.generations[-1]
+    table = {g.number: g for g in state.generations}
+    while current.number != commit.generation:
+        if current.parent is None or current.base_step < commit.step:
+            return False
+        current = table[current.parent]
+    return True
+
+
+def test_I6_no_interleaving_of_the_log_protocol_breaks_a_property() -> None:
+    model = Model()
+    model.run()
+    print(f"{model.num_states} states, {len(model._tiers)} tiers, 0 violations")
+    for name, outcomes in model.outcomes.items():
+        print(f"  {name}: {sorted(outcomes)}")
+    assert model.num_states > 10_000
+    assert model.outcomes["writer"] == {"committed 30", "fenced"}
+    assert any("gave up" not in outcome for outcome in model.outcomes["recoverer"])
+
+
+def test_I6_without_the_reread_after_a_lost_slot_the_model_finds_a_violation(monkeypatch: pytest.MonkeyPatch) -> None:
+    def take_the_next_slot(log: Log) -> None:
+        log.head += 1
+
+    monkeypatch.setattr(Log, "_reread", take_the_next_slot)
+    model = Model()
+    with pytest.raises(Violation) as found:
+        model.run()
+    print(f"{model.num_states} states until: {found.value}")

@@ -1,0 +1,512 @@
+"""Checkpoints without a run: `Store` saves and loads any state from a plain script, `open` reads what a Store or a Run has written.
+
+Neither needs a launcher, a daemon or a process group. torch is imported when a state is first saved or loaded, not before.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import mmap
+import os
+import sys
+import threading
+import urllib.parse
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
+
+from unbroken.core.errors import Fenced, ForeignFolder, NoCheckpoint, Refused, SaveFailed
+from unbroken.core.limits import DRAIN_TIMEOUT_S, KEEP_NEWEST
+from unbroken.core.ports import SystemClock, SystemNonces, environment
+from unbroken.core.records import CommitEntry, RunFacts, StoredPiece
+from unbroken.recover import reading
+from unbroken.recover.certify import Certificate, certify
+from unbroken.recover.saving import Saving, save_failed
+from unbroken.store.repository import Part, Repository, VerifyReport
+from unbroken.store.tiers.disk import DiskTier
+
+if TYPE_CHECKING:
+    from unbroken.capture.tree import Item, LoadReport
+
+_ALIGN_BYTES = 64
+_NUM_BUFFERS = 2
+_MAX_STEP = 10**12 - 1
+
+
+class CheckpointWarning(UserWarning):
+    """Something about stored checkpoints that did not stop the call but should be known."""
+
+
+def local_path(url: str | os.PathLike[str]) -> str:
+    """The folder that a path or file:// URL names. ValueError for other schemes."""
+    text = os.fspath(url)
+    if not text:
+        raise ValueError("url is empty: pass a folder's path, or file:///path")
+    scheme, separator, _ = text.partition("://")
+    if not separator:
+        return text
+    parts = urllib.parse.urlsplit(text)
+    if scheme != "file" or parts.netloc not in ("", "localhost") or not parts.path:
+        raise ValueError(f"{text!r}: only a folder's path and file:///path exist yet")
+    return urllib.parse.unquote(parts.path)
+
+
+@contextmanager
+def _naming(root: str) -> Iterator[None]:
+    """Put the folder's name before what the store says about it."""
+    try:
+        yield
+    except (NoCheckpoint, ForeignFolder) as error:
+        raise type(error)(f"{root}: {error}") from error
+
+
+def _warn(notes: Iterable[str]) -> None:
+    for note in notes:
+        warnings.warn(note, CheckpointWarning, stacklevel=4)
+
+
+class _Staging:
+    """Memory that one save is copied into; kept, since fresh pages make the copy 5-10 times slower."""
+
+    def __init__(self) -> None:
+        self._memory: mmap.mmap | None = None
+
+    def copy(self, items: Sequence[Item]) -> list[Part]:
+        """All items' bytes as they are now. Cost: one pass at memory bandwidth."""
+        from unbroken.capture.tree import write_item
+
+        sizes = [item.nbytes for item in items]
+        total = sum(-(-size // _ALIGN_BYTES) * _ALIGN_BYTES for size in sizes)
+        if self._memory is None or len(self._memory) < total:
+            self._memory = mmap.mmap(-1, max(total, mmap.PAGESIZE))
+        view, offset, parts = memoryview(self._memory), 0, []
+        for item, size in zip(items, sizes, strict=True):
+            place = view[offset : offset + size]
+            write_item(item, place)
+            parts.append(Part(item.piece, place))
+            offset += -(-size // _ALIGN_BYTES) * _ALIGN_BYTES
+        return parts
+
+
+@dataclasses.dataclass(slots=True)
+class _Save:
+    step: int
+    milestone: bool
+    base: CommitEntry | None
+    loaded_root: str
+    staging: _Staging
+    parts: list[Part]
+
+
+class _Background:
+    """Runs jobs one after another in a thread that lives only while there are any: so the interpreter's exit waits for them, and for nothing else."""
+
+    def __init__(self) -> None:
+        self._jobs: deque[Callable[[], None]] = deque()
+        self._changed = threading.Condition()
+        self._is_running = False
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Run `job` after those submitted before it. It must not raise."""
+        with self._changed:
+            self._jobs.append(job)
+            if not self._is_running:
+                self._is_running = True
+                threading.Thread(target=self._run, name="unbroken-store", daemon=False).start()
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait until no job is left; False if that took too long."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._is_running, timeout_s)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if not self._jobs:
+                    self._is_running = False
+                    self._changed.notify_all()
+                    return
+                job = self._jobs.popleft()
+            job()
+            del job  # its staging memory must not be held by a waiting thread
+
+
+def _report_unseen(failures: list[tuple[int, Exception]]) -> None:
+    for step, cause in failures:
+        print(f"unbroken: {save_failed(step, cause)}; nobody asked", file=sys.stderr, flush=True)
+
+
+class Store:
+    """Checkpoints of any state in one folder, saved in the background.
+
+        store = unbroken.Store("checkpoints", keep=3)
+        state = {"model": model, "optimizer": optimizer, "step": 0}
+        if store.latest() is not None:
+            store.load(into=state)
+        ...
+        store.save(step, state)
+        store.close()
+
+    A Store is for state that is the same on every rank: in a multi-process job save() writes on rank 0 only and returns at once
+    elsewhere. One process writes a folder at a time; any number may read it. Use one Store from one thread.
+    """
+
+    def __init__(self, url: str | os.PathLike[str], *, keep: int = KEEP_NEWEST) -> None:
+        """`url` is a folder's path or file:// URL; nothing is made before the first save. `keep` >= 1 newest checkpoints, and all milestones."""
+        if type(keep) is not int or keep < 1:
+            raise ValueError(f"keep={keep!r}: keep at least 1 checkpoint")
+        self._keep = keep
+        self._tier = DiskTier(local_path(url))
+        self._saving: Saving | None = None
+        self._background = _Background()
+        self._buffers = deque(_Staging() for _ in range(_NUM_BUFFERS))
+        self._freed = threading.Condition()
+        self._in_flight: deque[int] = deque()
+        self._failures: list[tuple[int, Exception]] = []
+        self._loaded: CommitEntry | None = None
+        self._damaged: list[reading.PassedOver] = []
+        self._fenced: Fenced | None = None
+        self._is_closed = False
+        weakref.finalize(self, _report_unseen, self._failures)
+
+    def save(self, step: int, state: Any, wait: bool = False, milestone: bool = False) -> None:
+        """Save `state` as the checkpoint of `step`. Returns when it has been copied; writing goes on in the background.
+
+        Cost here: one copy of the state at memory bandwidth, 3 us per value; two saves may be in flight, a third waits. Steps ascend;
+        to go back, load() an earlier step first, whose successors are then left behind. `milestone` checkpoints are never removed;
+        `wait` returns when it is durable.
+
+        TypeError names the path of what cannot be stored, before anything is written. Fenced if another process writes here. SaveFailed
+        (an OSError too, with errno, when the disk said so) reports that an *earlier* save failed: this one has then not been begun.
+        """
+        if type(step) is not int or not 0 <= step <= _MAX_STEP:
+            raise ValueError(f"step={step!r}: a whole number from 0 to {_MAX_STEP}")
+        if self._is_closed:
+            raise ValueError("save() on a closed Store: make a new one")
+        if environment("RANK", "0") not in ("", "0"):
+            return
+        self._raise_failures()
+        from unbroken.capture.tree import flatten
+
+        items = flatten(state)
+        saving = self._open()
+        base = self._base(saving, step)
+        staging = self._buffer()
+        try:
+            parts = staging.copy(items)
+        except BaseException:
+            self._give_back(staging)
+            raise
+        loaded_root = self._loaded.state_root if self._loaded is not None else ""
+        save = _Save(step, milestone, base, loaded_root, staging, parts)
+        self._in_flight.append(step)
+        self._background.submit(lambda: self._write(saving, save))
+        if base is not None:
+            self._loaded = None
+        self._show_notes()
+        if wait:
+            self.wait()
+
+    def load(self, step: int | None = None, into: Any = None, strict: bool = True, cast: bool = False) -> Any:
+        """The state of `step`, or of the newest good checkpoint. Saves of this Store in flight are waited for first.
+
+        Without `into` the state is made anew, tensors on the CPU. With `into` (a dict, module, ...) it is loaded in place and a LoadReport
+        returned: strict=True makes every missing, unexpected or mismatched value one LayoutMismatch and leaves `into` as it was,
+        strict=False loads what fits; dtypes are converted only with cast=True.
+
+        Without `step`, damaged checkpoints are passed over with one CheckpointWarning. NoCheckpoint lists what there is: never a step
+        that was not asked for, never a silent fresh start. Damaged (with `step`) names the file. Every byte is verified before use.
+        """
+        from unbroken.capture.tree import load_into, rebuild
+
+        self._background.join(DRAIN_TIMEOUT_S)
+        with _naming(self._tier.root):
+            repository = Repository.open(self._tier)
+
+            def use(commit: CommitEntry) -> Any:
+                pieces = reading.read_commit(repository, commit)
+                return rebuild(pieces) if into is None else load_into(pieces, into, strict=strict, cast=cast)
+
+            if step is None:
+                found = reading.newest_good(repository, use)
+            else:
+                commit = reading.commit_of(repository, step)
+                found = reading.Found(commit, use(commit))
+        self._loaded = found.commit
+        self._pass_over(found, repository.log.damage)
+        return found.value if into is None else dataclasses.replace(found.value, step=found.commit.step)
+
+    def latest(self) -> int | None:
+        """The newest step whose files are all there and whole in size; None if nothing has been committed here. In-flight saves don't count.
+
+        NoCheckpoint if there were checkpoints but none is usable. Cost: the log and one manifest; no data is read.
+        """
+        with _naming(self._tier.root):
+            if not Repository.exists(self._tier):
+                return None
+            commit = reading.newest_plausible(Repository.open(self._tier))
+        return commit.step if commit is not None else None
+
+    def wait(self) -> None:
+        """Return when every save so far is durable. SaveFailed if one is not, once; the Store goes on to work."""
+        if not self._background.join(DRAIN_TIMEOUT_S):
+            raise SaveFailed(f"steps {list(self._in_flight)} have not become durable in {DRAIN_TIMEOUT_S:.0f} s")
+        self._show_notes()
+        self._raise_failures()
+
+    def close(self) -> None:
+        """Wait for saves in flight and let the folder go to another writer. SaveFailed as in wait(). A second call does nothing."""
+        self._is_closed = True
+        try:
+            self.wait()
+        finally:
+            if self._saving is not None:
+                self._saving.release()
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        """close(); when the block failed its error is the one that surfaces, and a save's failure is noted on it."""
+        try:
+            self.close()
+        except SaveFailed as failure:
+            if error is None:
+                raise
+            error.add_note(f"besides, {failure}")
+            if error.__context__ is None:
+                error.__context__ = failure
+
+    def _open(self) -> Saving:
+        if self._fenced is not None:
+            raise Fenced(str(self._fenced))
+        if self._saving is None:
+            with _naming(self._tier.root):
+                self._saving = Saving.open(self._tier, SystemClock(), SystemNonces())
+            self._condemn_damaged()
+        self._saving.check()
+        return self._saving
+
+    def _base(self, saving: Saving, step: int) -> CommitEntry | None:
+        """Where to go back to before `step` can be saved; None when it simply follows. Refused if it neither follows nor was gone back from."""
+        in_flight = list(self._in_flight)
+        last = saving.last
+        newest = max([*in_flight, *([last.step] if last is not None else [])], default=-1)
+        if step > newest:
+            return None
+        if in_flight and step > in_flight[-1]:
+            return None
+        if self._loaded is not None and self._loaded.step <= step:
+            return self._loaded
+        raise Refused(
+            f"step {step} does not follow step {newest}, the newest in {self._tier.root}, and nothing has been changed: "
+            "load() the step to go back to first, or use another folder for another run"
+        )
+
+    def _buffer(self) -> _Staging:
+        with self._freed:
+            if not self._freed.wait_for(lambda: bool(self._buffers), DRAIN_TIMEOUT_S):
+                raise SaveFailed(f"step {self._in_flight[0]} has not become durable in {DRAIN_TIMEOUT_S:.0f} s: this save was not begun")
+            return self._buffers.popleft()
+
+    def _give_back(self, staging: _Staging) -> None:
+        with self._freed:
+            self._buffers.append(staging)
+            self._freed.notify()
+
+    def _write(self, saving: Saving, save: _Save) -> None:
+        """In the background: one save, and its failure kept for the caller's next call."""
+        try:
+            saving.save(save.step, save.parts, save.milestone, save.base, save.loaded_root)
+        except Exception as error:  # noqa: BLE001  (whatever it is, it is raised as SaveFailed at the next call)
+            if isinstance(error, Fenced):
+                self._fenced = error
+            self._failures.append((save.step, error))
+        else:
+            saving.collect(self._keep)
+        finally:
+            save.parts.clear()
+            self._in_flight.popleft()
+            self._give_back(save.staging)
+
+    def _raise_failures(self) -> None:
+        if not self._failures:
+            return
+        (step, cause), *others = self._failures
+        self._failures.clear()
+        failure = save_failed(step, cause)
+        for other_step, other in others:
+            failure.add_note(str(save_failed(other_step, other)))
+        raise failure from cause
+
+    def _show_notes(self) -> None:
+        if self._saving is not None and self._saving.notes:
+            notes, self._saving.notes = self._saving.notes, []
+            _warn(notes)
+
+    def _pass_over(self, found: reading.Found[Any], damage: Sequence[str]) -> None:
+        """Warn once of what was passed over, and withdraw it if this Store may write."""
+        reasons = [str(bad) for bad in found.passed_over]
+        reasons += [f"log: {text}" for text in damage if not any(text in reason for reason in reasons)]
+        if not reasons:
+            return
+        self._damaged += found.passed_over
+        self._condemn_damaged()
+        _warn([f"loaded step {found.commit.step} from {self._tier.root}; passed over: " + "; ".join(reasons)])
+
+    def _condemn_damaged(self) -> None:
+        saving = self._saving
+        if saving is None or not self._damaged:
+            return
+        bad, self._damaged = self._damaged, []
+
+        def condemn() -> None:
+            try:
+                saving.condemn(bad)
+            except Exception as error:  # noqa: BLE001  (safe: the checkpoint is passed over by every load, and this is shown)
+                saving.notes.append(f"damaged checkpoints could not be condemned ({type(error).__name__}: {error})")
+
+        self._background.submit(condemn)
+        self._background.join(DRAIN_TIMEOUT_S)
+
+
+class CheckpointInfo(Struct, frozen=True, kw_only=True):
+    """One checkpoint that can be loaded. `size_bytes` is its state's logical size, `created` UTC ("" if unknown), `root` its state root."""
+
+    step: int
+    generation: int
+    size_bytes: int
+    created: str
+    kind: str
+    root: str
+    milestone: bool
+
+
+def open(url: str | os.PathLike[str]) -> Archive:  # noqa: A001  (the public name is unbroken.open)
+    """Open a folder that a Store or a Run has written, for reading only; nothing in it is made or changed.
+
+    NoCheckpoint if nothing is there, ForeignFolder if something else is, NewerFormat if a newer version wrote it.
+    """
+    tier = DiskTier(local_path(url))
+    with _naming(tier.root):
+        return Archive(Repository.open(tier))
+
+
+class Archive:
+    """What `open` returns. Every call sees what has been committed by then."""
+
+    def __init__(self, repository: Repository) -> None:
+        self._repository = repository
+
+    @property
+    def facts(self) -> RunFacts:
+        """What was fixed when the run began."""
+        return self._repository.facts
+
+    @property
+    def damage(self) -> list[str]:
+        """Log entries that are missing or unreadable."""
+        return list(self._repository.log.damage)
+
+    def steps(self) -> list[CheckpointInfo]:
+        """The checkpoints, ascending by step. Reads the log only."""
+        repository = self._fresh()
+        commits = repository.visible()
+        times = reading.commit_times(repository.tier, repository.lineage, repository.log.head, commits)
+        return [
+            CheckpointInfo(
+                step=commit.step,
+                generation=commit.generation,
+                size_bytes=commit.size_bytes,
+                created=times.get((commit.step, commit.generation), ""),
+                kind=commit.kind,
+                root=commit.state_root,
+                milestone=commit.milestone,
+            )
+            for commit in commits
+        ]
+
+    def load(self, step: int | None = None, keys: Iterable[str] | None = None) -> Any:
+        """The restored state of `step` or of the newest good checkpoint, made anew on the CPU, every byte verified.
+
+        `keys` picks parts: names of the top level ("model") or JSON pointers ("/model/parameters/head.weight"); the result is then a
+        dict of them, and only their bytes are read. KeyError for a part that is not there; NoCheckpoint, Damaged and CheckpointWarning
+        as in Store.load.
+        """
+        from unbroken.capture.select import assemble, pointer_of, select
+
+        repository = self._fresh()
+        wanted = None if keys is None else {key: pointer_of(key) for key in keys}
+
+        def use(commit: CommitEntry) -> Any:
+            if wanted is None:
+                return assemble(reading.read_commit(repository, commit))
+
+            def read(pointers: Callable[[str], bool]) -> reading.Pieces:
+                return reading.read_commit(repository, commit, lambda s: reading.logical(s) and pointers(s.piece.pointer))
+
+            return select(read, wanted)
+
+        with _naming(self._root):
+            if step is not None:
+                return use(reading.commit_of(repository, step))
+            found = reading.newest_good(repository, use)
+        if found.passed_over:
+            reasons = "; ".join(map(str, found.passed_over))
+            _warn([f"loaded step {found.commit.step} from {self._root}; passed over: {reasons}"])
+        return found.value
+
+    def variables(self, step: int | None = None) -> list[dict[str, Any]]:
+        """Every piece of a checkpoint, by name: what it is, its size and hash; rank pieces once per rank. Reads manifests only."""
+        repository = self._fresh()
+        with _naming(self._root):
+            commit = reading.newest_plausible(repository) if step is None else reading.commit_of(repository, step)
+            if commit is None:
+                raise NoCheckpoint("no checkpoint has been committed here yet")
+            manifests = repository.manifests(commit)
+        seen: dict[tuple[str, int], StoredPiece] = {}
+        for manifest in manifests:
+            for stored in manifest.pieces:
+                seen.setdefault((stored.piece.pointer, -1 if stored.rank is None else stored.rank), stored)
+        return [_described(seen[name]) for name in sorted(seen)]
+
+    def verify(self) -> VerifyReport:
+        """Recompute every digest and root of what is not condemned from stored bytes. Cost: reads everything once."""
+        return self._repository.verify()
+
+    def certify(self, against: str | os.PathLike[str] | None = None) -> Certificate:
+        """Prove from stored bytes that the run was unbroken; with `against`, that it has the bits of that reference run."""
+        other = None if against is None else DiskTier(local_path(against))
+        with _naming(self._root):
+            return certify(self._repository.tier, self._repository.lineage, against=other)
+
+    @property
+    def _root(self) -> str:
+        return str(getattr(self._repository.tier, "root", self._repository.facts.run_id))
+
+    def _fresh(self) -> Repository:
+        self._repository.refresh()
+        return self._repository
+
+
+def _described(stored: StoredPiece) -> dict[str, Any]:
+    piece = stored.piece
+    return {
+        "name": piece.pointer,
+        "layer": piece.layer,
+        "kind": piece.kind,
+        "role": piece.role,
+        "scope": piece.scope,
+        "rank": stored.rank,
+        "dtype": piece.dtype,
+        "shape": list(piece.shape),
+        "size_bytes": stored.size_bytes,
+        "hash": stored.digest,
+        "captured": piece.captured,
+    }
