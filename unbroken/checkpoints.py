@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
-from unbroken.core.errors import Fenced, ForeignFolder, NoCheckpoint, Refused, SaveFailed
+from unbroken.core.errors import Fenced, ForeignFolder, NoCheckpoint, Refused, SaveFailed, StoreError
 from unbroken.core.limits import DRAIN_TIMEOUT_S, KEEP_NEWEST
 from unbroken.core.ports import SystemClock, SystemNonces, environment
 from unbroken.core.records import CommitEntry, RunFacts, StoredPiece
@@ -32,7 +32,7 @@ from unbroken.store.repository import Part, Repository, VerifyReport
 from unbroken.store.tiers.disk import DiskTier
 
 if TYPE_CHECKING:
-    from unbroken.capture.tree import Item, LoadReport
+    from unbroken.capture.tree import Item
 
 _ALIGN_BYTES = 64
 _NUM_BUFFERS = 2
@@ -66,9 +66,10 @@ def _naming(root: str) -> Iterator[None]:
         raise type(error)(f"{root}: {error}") from error
 
 
-def _warn(notes: Iterable[str]) -> None:
+def _warn(notes: Iterable[str], depth: int) -> None:
+    """Show notes at the user's line, `depth` calls above ours."""
     for note in notes:
-        warnings.warn(note, CheckpointWarning, stacklevel=4)
+        warnings.warn(note, CheckpointWarning, stacklevel=depth + 2)
 
 
 class _Staging:
@@ -105,7 +106,7 @@ class _Save:
 
 
 class _Background:
-    """Runs jobs one after another in a thread that lives only while there are any: so the interpreter's exit waits for them, and for nothing else."""
+    """Runs jobs in order, in a thread that lives only while there are any: the interpreter's exit waits for them and for nothing else."""
 
     def __init__(self) -> None:
         self._jobs: deque[Callable[[], None]] = deque()
@@ -158,7 +159,7 @@ class Store:
     """
 
     def __init__(self, url: str | os.PathLike[str], *, keep: int = KEEP_NEWEST) -> None:
-        """`url` is a folder's path or file:// URL; nothing is made before the first save. `keep` >= 1 newest checkpoints, and all milestones."""
+        """`url`: a folder's path or file:// URL; nothing is made before the first save. `keep` >= 1 newest ones stay, and milestones."""
         if type(keep) is not int or keep < 1:
             raise ValueError(f"keep={keep!r}: keep at least 1 checkpoint")
         self._keep = keep
@@ -195,7 +196,7 @@ class Store:
         from unbroken.capture.tree import flatten
 
         items = flatten(state)
-        saving = self._open()
+        saving = self._open(step)
         base = self._base(saving, step)
         staging = self._buffer()
         try:
@@ -243,7 +244,7 @@ class Store:
         return found.value if into is None else dataclasses.replace(found.value, step=found.commit.step)
 
     def latest(self) -> int | None:
-        """The newest step whose files are all there and whole in size; None if nothing has been committed here. In-flight saves don't count.
+        """The newest step that is durable, its files there and whole in size; None if nothing has ever been committed here.
 
         NoCheckpoint if there were checkpoints but none is usable. Cost: the log and one manifest; no data is read.
         """
@@ -283,24 +284,24 @@ class Store:
             if error.__context__ is None:
                 error.__context__ = failure
 
-    def _open(self) -> Saving:
+    def _open(self, step: int) -> Saving:
         if self._fenced is not None:
             raise Fenced(str(self._fenced))
         if self._saving is None:
-            with _naming(self._tier.root):
-                self._saving = Saving.open(self._tier, SystemClock(), SystemNonces())
+            try:
+                with _naming(self._tier.root):
+                    self._saving = Saving.open(self._tier, SystemClock(), SystemNonces())
+            except (OSError, StoreError) as error:
+                raise save_failed(step, error) from error
             self._condemn_damaged()
         self._saving.check()
         return self._saving
 
     def _base(self, saving: Saving, step: int) -> CommitEntry | None:
-        """Where to go back to before `step` can be saved; None when it simply follows. Refused if it neither follows nor was gone back from."""
-        in_flight = list(self._in_flight)
+        """The checkpoint to go back to before `step` can be saved; None when it simply follows. Refused when it does neither."""
         last = saving.last
-        newest = max([*in_flight, *([last.step] if last is not None else [])], default=-1)
+        newest = self._in_flight[-1] if self._in_flight else last.step if last is not None else -1
         if step > newest:
-            return None
-        if in_flight and step > in_flight[-1]:
             return None
         if self._loaded is not None and self._loaded.step <= step:
             return self._loaded
@@ -348,7 +349,7 @@ class Store:
     def _show_notes(self) -> None:
         if self._saving is not None and self._saving.notes:
             notes, self._saving.notes = self._saving.notes, []
-            _warn(notes)
+            _warn(notes, 2)
 
     def _pass_over(self, found: reading.Found[Any], damage: Sequence[str]) -> None:
         """Warn once of what was passed over, and withdraw it if this Store may write."""
@@ -358,7 +359,7 @@ class Store:
             return
         self._damaged += found.passed_over
         self._condemn_damaged()
-        _warn([f"loaded step {found.commit.step} from {self._tier.root}; passed over: " + "; ".join(reasons)])
+        _warn([f"loaded step {found.commit.step} from {self._tier.root}; passed over: " + "; ".join(reasons)], 2)
 
     def _condemn_damaged(self) -> None:
         saving = self._saving
@@ -388,21 +389,22 @@ class CheckpointInfo(Struct, frozen=True, kw_only=True):
     milestone: bool
 
 
-def open(url: str | os.PathLike[str]) -> Archive:  # noqa: A001  (the public name is unbroken.open)
+def open(url: str | os.PathLike[str]) -> Archive:
     """Open a folder that a Store or a Run has written, for reading only; nothing in it is made or changed.
 
     NoCheckpoint if nothing is there, ForeignFolder if something else is, NewerFormat if a newer version wrote it.
     """
     tier = DiskTier(local_path(url))
     with _naming(tier.root):
-        return Archive(Repository.open(tier))
+        return Archive(Repository.open(tier), tier.root)
 
 
 class Archive:
     """What `open` returns. Every call sees what has been committed by then."""
 
-    def __init__(self, repository: Repository) -> None:
+    def __init__(self, repository: Repository, root: str) -> None:
         self._repository = repository
+        self._root = root
 
     @property
     def facts(self) -> RunFacts:
@@ -459,7 +461,7 @@ class Archive:
             found = reading.newest_good(repository, use)
         if found.passed_over:
             reasons = "; ".join(map(str, found.passed_over))
-            _warn([f"loaded step {found.commit.step} from {self._root}; passed over: {reasons}"])
+            _warn([f"loaded step {found.commit.step} from {self._root}; passed over: {reasons}"], 1)
         return found.value
 
     def variables(self, step: int | None = None) -> list[dict[str, Any]]:
@@ -485,10 +487,6 @@ class Archive:
         other = None if against is None else DiskTier(local_path(against))
         with _naming(self._root):
             return certify(self._repository.tier, self._repository.lineage, against=other)
-
-    @property
-    def _root(self) -> str:
-        return str(getattr(self._repository.tier, "root", self._repository.facts.run_id))
 
     def _fresh(self) -> Repository:
         self._repository.refresh()

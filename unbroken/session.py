@@ -26,7 +26,7 @@ from torch import nn
 
 from unbroken.capture import facts
 from unbroken.capture.exchange import Exchange, ExchangeFailed, join_world
-from unbroken.capture.loader import Source, as_source
+from unbroken.capture.loader import Source, Unit, as_source
 from unbroken.capture.micro import Batch, Micro
 from unbroken.capture.ring import RingUpdate, require_fixed_buckets
 from unbroken.capture.stack import Parts, Stack, keyed_parts
@@ -41,7 +41,7 @@ from unbroken.core.limits import DRAIN_TIMEOUT_S, REPLY_TIMEOUT_S
 from unbroken.core.messages import Journal, Plan, Refuse, Verdict
 from unbroken.core.ports import Clock, SystemClock, environment, failpoint, position
 from unbroken.core.records import EventRecord, Record, StepRecord
-from unbroken.order.ledger import unit_digest
+from unbroken.order.ledger import check_same, unit_digest
 from unbroken.order.units import blocks
 from unbroken.recover.link import DaemonLost, Link, SaveWarning
 from unbroken.recover.snapshots import Snapshots, Taken, expected_bytes
@@ -129,10 +129,10 @@ class Run:
             start.compare(start.stored, self._facts)
         start.open(self._link, self._plan, self._collect())
         self._moments["rollback"] = self._clock.monotonic()
-        self._ready_to_train()
+        self._ready_to_train(start)
         self._report_start(start)
 
-    def _ready_to_train(self) -> None:
+    def _ready_to_train(self, start: Start) -> None:
         rank, world_size = self._exchange.rank, self._exchange.world_size
         self._block = blocks(self._num_units, world_size)[rank]
         ring = self._config.reduce == "ring"
@@ -140,8 +140,12 @@ class Run:
         self._snapshots = Snapshots(self._link, self._clock, rank, world_size, self._plan.generation)
         self._snapshots.reserve(expected_bytes(self._stack, self._collect()))
         self._source.bind(units=self._num_units, block=self._block, rank=rank, world_size=world_size)
-        self._source.seek(self._counters.step + 1)
+        if start.loader_state:
+            self._source.load_state(start.loader_state, self._counters.step)
+        else:
+            self._source.seek(self._counters.step + 1)
         self._units_ahead = self._source.units()
+        self._ahead: Unit | None = None
         self._attempt = 0
         self._last_save_s = self._clock.monotonic()
         self._step_s = 0.0
@@ -150,7 +154,7 @@ class Run:
         self._inside = False
         self._boundary_open = self._counters.step == 0 and self._plan.source == "fresh"
         self._saved_step = self._plan.step if self._plan.source != "fresh" else -1
-        self._save_wanted: dict[str, bool] | None = None
+        self._unconfirmed = self._plan.step if self._plan.source == "memory" else None
         self.loss = float("nan")
         arm_from_environment(rank, self._plan.generation)
         position[:] = [self._counters.step + 1, self._plan.generation]
@@ -191,8 +195,8 @@ class Run:
     def _flush(self) -> None:
         """Wait for the newest snapshot; a failure is a warning, because the run itself has ended well."""
         try:
-            if self._saved_step >= 0 and self._link.lost is None:
-                self._link.wait_for_step(self._saved_step, DRAIN_TIMEOUT_S)
+            if self._unconfirmed is not None and self._link.lost is None:
+                self._link.wait_for_step(self._unconfirmed, DRAIN_TIMEOUT_S)
         except SaveFailed as error:
             warnings.warn(f"{error}; older checkpoints are untouched", SaveWarning, stacklevel=3)
         if self._link.failures and self._exchange.rank == 0:
@@ -215,6 +219,8 @@ class Run:
             if self._outcome is not False:
                 self._update.begin()
             self._outcome = None
+            if len(self._block) and (first := self._peek()) is None:
+                break
             self._inside = True
             yield Batch(self._counters.step + 1, self._micros)
             if self._outcome is None:
@@ -223,6 +229,12 @@ class Run:
                 self._boundary()
         self.close()
 
+    def _peek(self) -> Unit | None:
+        """Have the step's first unit at hand; None when the data have ended. After the boundary, whose data position it must not move."""
+        if self._ahead is None:
+            self._ahead = next(self._units_ahead, None)
+        return self._ahead
+
     def _at_end(self) -> bool:
         ends = [n for n in (self._config.total_steps, self._source.num_steps()) if n is not None]
         return bool(ends) and self._counters.step >= min(ends)
@@ -230,7 +242,10 @@ class Run:
     def _micros(self) -> Iterator[Micro]:
         step = self._counters.step + 1
         for number in self._block:
-            unit = next(self._units_ahead)
+            unit = self._peek()
+            self._ahead = None
+            if unit is None:
+                raise RuntimeError(f"the data ended inside step {step}, before unit {number}: give whole steps, or unbroken.Batches")
             assert (unit.step, unit.unit) == (step, number), f"loader gave {unit.step, unit.unit}, due was {step, number}"
             digest = unit_digest(unit.ids)
             if unit.weight == 0:
@@ -322,7 +337,7 @@ class Run:
         self._update.undo()
         self._exchange.connect(f"{self._plan.generation}/{step}/{verdict.attempt}")
         self._source.seek(step)
-        self._units_ahead = self._source.units()
+        self._units_ahead, self._ahead = self._source.units(), None
 
     # -- boundaries and snapshots -------------------------------------------------------------------------------------------
 
@@ -362,7 +377,7 @@ class Run:
         if taken is None:
             self._journal(EventRecord(name="snapshot_skipped", step=self._counters.step))
             return
-        self._saved_step = taken.step
+        self._saved_step = self._unconfirmed = taken.step
         self._last_save_s = self._clock.monotonic()
         self._journal(_captured(taken))
 
@@ -372,8 +387,8 @@ class Run:
         return self._config.interval.due(self._counters.step + 2, self._clock.monotonic() - self._last_save_s, self._step_s)
 
     def _collect(self) -> list[Item]:
-        where = {"step": self._counters.step, "consumed_samples": self._counters.samples, **self._source.state()}
-        return [*self._stack.collect(where, self._counters.as_dict()), *self._facts]
+        where = {"step": self._counters.step, "consumed_samples": self._counters.samples, "seed": self._seed}
+        return [*self._stack.collect(where, self._counters.as_dict(), self._source.state()), *self._facts]
 
     def _journal(self, *records: Record) -> None:
         if self._exchange.rank != 0 or not records or self._link.lost is not None:
@@ -407,12 +422,10 @@ class Run:
         if ring and plan.stored_world_size not in (0, self._exchange.world_size):
             wrong.append(f"world size: {plan.stored_world_size} at the checkpoint, now {self._exchange.world_size} (reduce='ring' keeps it)")
         wrong += [f"reduce: born with {born['reduce']!r}, now {self._config.reduce!r}"] if born["reduce"] != self._config.reduce else []
-        now = self._source.facts()
-        old = born.get("data", {})
-        wrong += [f"data {k}: born with {old.get(k)!r}, now {now.get(k)!r}" for k in sorted({*old, *now}) if old.get(k) != now.get(k)]
         if wrong:
             text = "this run was born with other facts:\n  " + "\n  ".join(wrong) + "\nGive them as they were, or start another folder"
             raise LayoutMismatch(text, mismatched=tuple(wrong))
+        check_same(born.get("data", {}), self._source.facts())
         self._num_units: int = born["units"]
         self._seed = self._streams.seed = born["seed"]
         torch.set_num_threads(born["threads"])

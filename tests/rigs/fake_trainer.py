@@ -56,8 +56,13 @@ class FakeRank:
     channel: Channel | None = None
 
     def hello(self, **more: Any) -> m.Welcome:
-        self.channel = connect(self.directory, start=True)
+        self.dial()
         return self.ask(m.Hello(role="worker", pid=os.getpid(), rank=self.rank, world_size=self.world_size, **more), m.Welcome)
+
+    def dial(self) -> None:
+        """Connect, and say nothing."""
+        self.channel = connect(self.directory, start=True)
+        _dialled.append(self)
 
     def send(self, message: m.Message) -> None:
         assert self.channel is not None
@@ -145,6 +150,15 @@ class FakeRank:
         self.slots = []
 
 
+_dialled: list[FakeRank] = []
+
+
+def hang_up() -> None:
+    """End all connections of this process."""
+    while _dialled:
+        _dialled.pop().vanish()
+
+
 @dataclass
 class FakeJob:
     """All ranks of a job, in one process, in step."""
@@ -211,6 +225,13 @@ def status(directory: str) -> m.StatusReply:
         channel.close()
 
 
+def _serves(directory: str) -> bool:
+    try:
+        return bool(status(directory))
+    except ConnectionError:
+        return False
+
+
 def until(condition: Callable[[], Any], what: str, timeout_s: float = WAIT_S) -> Any:
     """Wait for a condition; its value."""
     deadline = time.monotonic() + timeout_s
@@ -239,9 +260,11 @@ def kill(pid: int, sig: int = signal.SIGKILL) -> None:
 @contextlib.contextmanager
 def prepared_daemon(directory: str, prepare: str) -> Iterator[int]:
     """A daemon whose process runs some lines first, such as arming a failpoint; its pid."""
-    code = f"import sys, time, os, signal\nfrom unbroken.core.ports import arm\n{prepare}\nfrom unbroken.agent import main\nsys.exit(main(sys.argv[1:]))"
+    code = f"import os, signal, sys, time\nfrom unbroken.core.ports import arm\n{prepare}\n"
+    code += "from unbroken.agent import main\nsys.exit(main())"
     process = subprocess.Popen([sys.executable, "-c", code, directory], env=daemon_environment())
     try:
+        until(lambda: _serves(directory), "the daemon serves")
         yield process.pid
     finally:
         process.kill()

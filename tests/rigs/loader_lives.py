@@ -132,6 +132,7 @@ def values(unit: Unit) -> list[Any]:
 
 
 def _answer(connection: Any, work: Callable[[Any], Any], argument: Any) -> None:
+    multiprocessing.set_start_method("fork", force=True)  # for the loader's workers; a fork server's child would use that again
     connection.send(work(argument))
     connection.close()
 

@@ -118,9 +118,7 @@ def start(tier: Tier, *, nonces: Nonces | None = None, world_size: int = 2, num_
     return opened(repository, base, source, world_size, num_floats)
 
 
-def opened(
-    repository: Repository, base: CommitEntry | None, nonces: Nonces, world_size: int = 2, num_floats: int = NUM_FLOATS
-) -> Trainer:
+def opened(repository: Repository, base: CommitEntry | None, nonces: Nonces, world_size: int = 2, num_floats: int = NUM_FLOATS) -> Trainer:
     """A trainer on a new generation that continues from `base`."""
     generation = repository.open_generation(
         base_step=base.step if base else 0,
@@ -178,5 +176,3 @@ def objects_of(repository: Repository, commits: Iterable[CommitEntry]) -> set[st
         for ref, manifest in zip(commit.manifests, repository.manifests(commit), strict=True):
             found |= {ref.path, *(chunk.pack for chunk in manifest.chunks)}
     return found
-
-

@@ -113,11 +113,13 @@ class Builder:
         else:
             self.build(pointer, depth)
 
-    def holds_state(self, pointer: str) -> bool:
+    def holds_state(self, pointer: str, depth: int = 0) -> bool:
         """True if there is a tensor, array, generator or object at `pointer` or beneath: more than plain values."""
+        if depth > MAX_DEPTH:
+            raise Damaged(pointer, f"is nested more than {MAX_DEPTH} deep")
         dtype = self.node(pointer)[0].dtype
         if dtype in DICT_LIKE or dtype in LIST_LIKE:
-            return dtype == OBJECT or any(self.holds_state(child) for child in self.children(pointer))
+            return dtype == OBJECT or any(self.holds_state(child, depth + 1) for child in self.children(pointer))
         return dtype == ALIAS or dtype in tensors.DTYPES or dtype in generators.BY_NAME or scalars.is_array(dtype)
 
     def build(self, pointer: str, depth: int = 0) -> Any:

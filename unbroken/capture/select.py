@@ -48,9 +48,11 @@ def _nested(builder: Builder, pieces: Pieces, top: str) -> dict[Any, Any]:
         if pointer.rpartition("/")[0] in pieces:
             continue
         *outer, last = pointer.removeprefix(top).split("/")[1:]
-        place = out
+        place: Any = out
         for name in outer:
             place = place.setdefault(_key(name, pointer), {})
+            if not isinstance(place, dict):
+                raise Damaged(pointer, "lies beneath a value that is no container")
         place[_key(last, pointer)] = builder.build(pointer)
     return out
 

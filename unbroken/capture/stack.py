@@ -3,7 +3,7 @@
     /model/parameters  /model/buffers  /model/modes  /model/frozen        restored, logical   framework
     /optimizer/groups  /optimizer/state  /scheduler  /scaler  /extras     restored, logical   framework
     /data  /counters                                                      restored, logical   scheduling
-    /rng                                                                  restored, per rank  framework
+    /rng  /loader                                                         restored, per rank  framework, scheduling
     /model/structure  /environment  /options                              compared            hardware, framework, scheduling
     /topology  /layout                                                    recorded            hardware, scheduling
 
@@ -87,8 +87,8 @@ class Stack:
                     found[f"{key}.{name}" if key else name] = value
         return found
 
-    def collect(self, position: Mapping[str, Any], counters: Mapping[str, Any]) -> list[Item]:
-        """All restored pieces as they stand now. TypeError names the path of what cannot be stored."""
+    def collect(self, position: Mapping[str, Any], counters: Mapping[str, Any], loader: Mapping[str, Any]) -> list[Item]:
+        """All restored pieces as they stand now; `loader` is this rank's own. TypeError names the path of what cannot be stored."""
         parts = self.parts
         items = self._model_items()
         items += flatten(_folded({k: self._groups(o) for k, o in parts.optimizers.items()}), "/optimizer/groups", kind="optimizer_option")
@@ -101,6 +101,8 @@ class Stack:
             items += flatten(parts.extras, "/extras", kind="extra")
         items += flatten(dict(position), "/data", kind="data", layer="scheduling")
         items += flatten(dict(counters), "/counters", kind="counter", layer="scheduling")
+        if loader:
+            items += flatten(dict(loader), "/loader", kind="data", scope="rank", layer="scheduling")
         items += flatten(self.streams.read(), "/rng", kind="rng", scope="rank")
         return items
 

@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-import msgspec
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from unbroken.cluster.cause import has_error, root_cause
 from unbroken.cluster.decide import Failure, Options, decide, describe
 from unbroken.cluster.signals import SignalInbox
 from unbroken.cluster.witness import Witness
@@ -39,12 +39,6 @@ STORE_TIMEOUT = timedelta(seconds=60)
 
 MAX_HISTORY = 1024
 """Failures remembered for the decision; older ones matter to no rule."""
-
-MAX_ERROR_CHARS = 300
-"""Of an error's first line, which is what reasons quote; the whole text stays in the error file."""
-
-MAX_ERROR_FILE_BYTES = 1 << 20
-"""A worker's error file larger than this is not read."""
 
 
 @dataclass
@@ -104,28 +98,29 @@ class ElasticAgent(LocalElasticAgent):
             if attempt.has_ended and not causes:
                 return self._succeeded(group)
             if causes:
-                self._remember(group, causes, detected_s)
+                self.end_signal = self.end_signal or next(iter(self._around.inbox.take()), None)
+                self._remember(group, attempt, causes, detected_s)
                 decision, self.reason = decide(detected_s, self.history, self._around.options)
                 if decision == "stop":
                     return self._failed(group, attempt, causes)
             else:
                 self.reason = "nodes joined or left"
             self._around.say(self.reason)
-            self._start_again(group, detected_s, causes)
+            self._start_again(group, self.history[-1] if causes else None, detected_s)
 
-    def _start_again(self, group: WorkerGroup, detected_s: float, causes: dict[int, int]) -> None:
+    def _start_again(self, group: WorkerGroup, failure: Failure | None, detected_s: float) -> None:
         self._remaining_restarts -= 1
         self.num_restarts += 1
         self._close_attempt()
         group.state = WorkerState.STOPPED
-        ranks = {group.workers[local].global_rank: code for local, code in causes.items()}
         self._initialize_workers(group)
         respawn_s = self._around.clock.monotonic()
+        codes = dict(failure.codes) if failure is not None else {}
         facts: dict[str, Any] = {
             "attempt": self.num_restarts,
-            "rank": min(ranks, default=-1),
-            "exit_codes": {str(rank): code for rank, code in ranks.items()},
-            "signals": {str(rank): describe(code) for rank, code in ranks.items() if code < 0},
+            "rank": failure.rank if failure is not None else -1,
+            "exit_codes": {str(rank): code for rank, code in codes.items()},
+            "signals": {str(rank): describe(code) for rank, code in codes.items() if code < 0},
         }
         self._around.witness.note("recovery", {"detect": detected_s, "respawn": respawn_s}, facts)
         self._around.say(f"workers started again {(respawn_s - detected_s) * 1000:.0f} ms after the failure was seen")
@@ -188,13 +183,17 @@ class ElasticAgent(LocalElasticAgent):
             if local not in attempt.codes:
                 os.kill(pid, signal.SIGUSR1 if sig == signal.SIGUSR1 else signal.SIGTERM)
 
-    def _remember(self, group: WorkerGroup, causes: dict[int, int], detected_s: float) -> None:
-        """Add a failure to the history, with the step it happened at if this attempt opened a generation of its own."""
+    def _remember(self, group: WorkerGroup, attempt: Attempt, causes: dict[int, int], detected_s: float) -> None:
+        """Add a failure to the history, with the step it happened at if this attempt opened a generation of its own.
+
+        A worker that had reported its error but was still on its way out when we killed it counts as failed: often it is the cause.
+        """
         progress = self._around.witness.progress()
         opened = progress.generation is not None and progress.generation != self._generation_before
         self._generation_before = progress.generation
         error_files = self._pcontext.error_files if self._pcontext is not None else {}
-        failed = {group.workers[local].global_rank: (code, error_files.get(local, "")) for local, code in causes.items()}
+        late = {local: 1 for local, path in error_files.items() if local not in attempt.codes and has_error(path)}
+        failed = {group.workers[local].global_rank: (code, error_files.get(local, "")) for local, code in (causes | late).items()}
         rank, error = root_cause(failed)
         failure = Failure(
             at_s=detected_s,
@@ -261,31 +260,3 @@ class ElasticAgent(LocalElasticAgent):
             self._kill_and_reap()
         super()._shutdown(signal.SIGKILL, timeout)
         self._close_attempt()
-
-
-def root_cause(failed: dict[int, tuple[int, str]]) -> tuple[int, str]:
-    """The rank whose failure explains the others, and that failure in words. `failed`: global rank -> (exit code, path of its error file).
-
-    A signal explains the exceptions of those who lost their peer; among exceptions the earliest does.
-    """
-    ranked = []
-    for rank, (code, path) in failed.items():
-        text, moment = read_error_file(path) if code > 0 else ("", 0)
-        line = text.strip().partition("\n")[0][:MAX_ERROR_CHARS]
-        ranked.append((code > 0, moment, rank, describe(code) + (f": {line}" if line else "")))
-    _, _, rank, error = min(ranked)
-    return rank, error
-
-
-def read_error_file(path: str) -> tuple[str, int]:
-    """Message and second (Unix time) of an error file in TorchElastic's format; ("", 0) when there is none that can be read."""
-    try:
-        if not os.path.isfile(path) or os.path.getsize(path) > MAX_ERROR_FILE_BYTES:
-            return "", 0
-        with open(path, "rb") as file:
-            message = msgspec.json.decode(file.read(), type=dict[str, Any]).get("message")
-        if isinstance(message, dict):
-            return str(message.get("message", "")), int(message.get("extraInfo", {}).get("timestamp", 0))
-        return str(message or ""), 0
-    except (OSError, ValueError, AttributeError, TypeError):
-        return "", 0

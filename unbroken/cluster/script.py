@@ -78,10 +78,11 @@ def _run_module(name: str) -> None:
 
 
 def _report(error: BaseException) -> None:
-    """Print the traceback without our own frames, and leave the error where the launcher looks for it."""
+    """Print the traceback without our own frames, and leave the error where exit handlers and the launcher look for it."""
     frames = _programs_frames(error.__traceback__)
     _write_error_file(error, frames)
-    sys.excepthook(type(error), error.with_traceback(frames), frames)
+    sys.last_type, sys.last_value, sys.last_traceback = type(error), error.with_traceback(frames), frames
+    sys.excepthook(type(error), error, frames)
 
 
 def _programs_frames(frames: TracebackType | None) -> TracebackType | None:

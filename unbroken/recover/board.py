@@ -42,6 +42,7 @@ class Board:
         self._announced: set[Stamp] = set()
         self._fates: dict[Stamp, str] = {}
         self._draining: MemoryCut | None = None
+        self._forgotten: MemoryCut | None = None
         self._last_committed: int | None = None
         self._unsynced = 0
 
@@ -59,6 +60,10 @@ class Board:
     def last_applied(self) -> int | None:
         """Newest step that the journal of the generation in progress says was applied."""
         return self._current.last_applied if self._current is not None else None
+
+    @property
+    def _base_step(self) -> int:
+        return self._current.generation.base_step if self._current is not None else 0
 
     @property
     def phase(self) -> str:
@@ -89,17 +94,21 @@ class Board:
             self._drainer.sync(self._current)
         self._current = chronicle
         self._chronicles[chronicle.generation.number] = chronicle
-        self._announced = {stamp for stamp in self._announced if stamp[0] <= chronicle.generation.base_step}
+        self._announced.clear()
+        for stamp in [stamp for stamp, fate in self._fates.items() if fate == "failed" and stamp[0] == self._base_step]:
+            del self._fates[stamp]  # what the run goes on from deserves another try
         self._drainer.sync(chronicle)
         self.settle()
 
     def forget(self) -> None:
         """The run is gone: nothing in memory belongs to what is in the folder now."""
         self.table.discard_after(-1)
+        self.witnessed = False
         self._current, self._chronicles = None, {}
         self._announced.clear()
         self._fates.clear()
         self._last_committed = None
+        self._forgotten = self._draining
         self.settle()
 
     def drop(self, cut: MemoryCut) -> None:
@@ -110,6 +119,8 @@ class Board:
     def announce(self, ready: Ready) -> None:
         """A rank says that its slot is READY: the fate of this snapshot has to be told."""
         self._announced.add((ready.step, ready.generation, ready.milestone))
+        if len(self._announced) > MAX_FATES:
+            self._announced.discard(min(self._announced))
 
     def journal(self, records: Sequence[Record]) -> None:
         """Append to the journal of the generation in progress."""
@@ -142,15 +153,16 @@ class Board:
 
     def drained(self, outcome: Outcome) -> None:
         """The drain has finished with a cut."""
-        self._draining = None
         step, generation = outcome.cut.step, outcome.cut.generation
-        if outcome.error:
-            self._set_fate(_stamp(outcome.cut), "failed")
-            self._tell(Failed(step=step, generation=generation, text=outcome.error))
-        else:
+        left_behind = outcome.cut is self._forgotten or (generation < self.generation and step > self._base_step)
+        self._draining = self._forgotten = None
+        if not outcome.error:
             self._set_fate(_stamp(outcome.cut), "committed")
             self._last_committed = step
             self._tell(Committed(step=step, generation=generation, state_root=outcome.state_root, seconds=outcome.seconds))
+        elif not left_behind:  # else nobody waits for it any more
+            self._set_fate(_stamp(outcome.cut), "failed")
+            self._tell(Failed(step=step, generation=generation, text=outcome.error))
         self.settle()
 
     def facts(self) -> dict[str, Any]:

@@ -8,18 +8,22 @@ adds: every loss and every state root has the bits of the reference, and every s
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from msgspec import Struct
 
+from unbroken.core.errors import Damaged
 from unbroken.core.ports import Tier
-from unbroken.core.records import CondemnEntry, LogState
+from unbroken.core.records import CommitEntry, CondemnEntry, LogState
 from unbroken.recover.history import MAX_PROBLEMS, History, read_history
 from unbroken.recover.samples import expected_units
 from unbroken.store.repository import Repository
 
 Grade = Literal["exact", "sequence", "none"]
+
+MAX_NAMES = 5
+"""Differing pieces that are named in one problem."""
 
 
 class Condemned(Struct, frozen=True, kw_only=True):
@@ -68,7 +72,7 @@ def certify(tier: Tier, lineage: str = "main", *, against: Tier | None = None) -
     superseded_equal = _superseded_equal(history)
     losses_equal = root_equal = None
     if against is not None:
-        losses_equal, root_equal, found = _compare(history, Repository.open(against))
+        losses_equal, root_equal, found = _compare(history, repository, Repository.open(against))
         problems += found
         if superseded_equal is False:
             problems.append("a superseded attempt has other loss bits than its replay: the computation is not deterministic")
@@ -106,7 +110,7 @@ def _examine(repository: Repository) -> tuple[History, list[str]]:
     return history, stored + told
 
 
-def _compare(history: History, reference: Repository) -> tuple[bool, bool, list[str]]:
+def _compare(history: History, repository: Repository, reference: Repository) -> tuple[bool, bool, list[str]]:
     """(losses equal, state roots equal, problems) against a reference run that must itself hold."""
     other, problems = _examine(reference)
     problems = [f"reference: {problem}" for problem in problems]
@@ -114,11 +118,32 @@ def _compare(history: History, reference: Repository) -> tuple[bool, bool, list[
     mine, theirs = history.roots(), other.roots()
     unequal = sorted(step for step in mine.keys() & theirs.keys() if mine[step] != theirs[step])
     if unequal:
-        problems.append(f"step {unequal[0]}: the state root differs from the reference's ({len(unequal)} such steps)")
+        where = _differing_pieces(repository, reference, unequal)
+        problems.append(f"step {unequal[0]}: the state root differs from the reference's ({len(unequal)} such steps){where}")
     comparable = history.final_step in theirs and history.final_step > 0
     if not comparable:
         problems.append(f"reference: has no state root at step {history.final_step}: bring both runs to the same step")
     return losses_equal, comparable and not unequal, problems
+
+
+def _differing_pieces(repository: Repository, reference: Repository, steps: Sequence[int]) -> str:
+    """Which pieces differ at the first of `steps` that both runs still hold, in words; "" if there is none."""
+    mine, theirs = ({commit.step: commit for commit in run.visible()} for run in (repository, reference))
+    step = next((step for step in steps if step in mine and step in theirs), None)
+    if step is None:
+        return ""
+    try:
+        ours, others = _digests(repository, mine[step]), _digests(reference, theirs[step])
+    except Damaged:
+        return ""
+    names = sorted(name for name in ours.keys() | others.keys() if ours.get(name) != others.get(name))
+    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return f"; at step {step} it is in {', '.join(names[:MAX_NAMES])}{more}"
+
+
+def _digests(repository: Repository, commit: CommitEntry) -> dict[str, str]:
+    pieces = [stored for manifest in repository.manifests(commit) for stored in manifest.pieces]
+    return {stored.piece.pointer: stored.digest for stored in pieces if stored.rank is None and stored.piece.role == "restored"}
 
 
 def _losses_equal(mine: array[int], theirs: array[int], problems: list[str]) -> bool:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from unbroken.codec.digest import digest
 from unbroken.core.errors import CheckFailed, SaveFailed, Transient, UnbrokenError
-from unbroken.core.limits import KEEP_NEWEST
 from unbroken.core.os import yield_to_others
 from unbroken.core.ports import failpoint
 from unbroken.core.records import EventRecord, Manifest, ManifestRef, Piece, RootRecord, SlotIndex
@@ -219,9 +218,7 @@ def _commit(cargo: Cargo, milestone: bool, manifest: Manifest, ref: ManifestRef,
 
 def _collect(cargo: Cargo, folder: RunFolder) -> None:
     try:
-        keep = cargo.repository.facts.options.get("keep")
-        keep_newest = keep if isinstance(keep, int) and keep >= 1 else KEEP_NEWEST
-        cargo.repository.collect(keep_newest, writer=folder.writer, clock=folder.clock)
+        folder.collect(cargo.repository)
     except (OSError, UnbrokenError) as error:
         # Safe: what could not be removed is removed by a later collection; the checkpoint itself is committed.
         _note(cargo, "collect_failed", describe(error))

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from unbroken.core.errors import Refused, SaveFailed, StoreError, UnbrokenError
+from unbroken.core.limits import KEEP_NEWEST
 from unbroken.core.messages import Bad, Begin, Opened, Plan
 from unbroken.core.os import boot_id, hostname
 from unbroken.core.ports import Clock, Nonces, Tier
@@ -23,6 +24,8 @@ from unbroken.store.repository import Repository
 from unbroken.store.tiers.disk import DiskTier
 
 TAIL_BYTES = 1 << 20
+MAX_NOTES = 16
+MAX_NOTE_CHARS = 1000
 
 
 class Chronicle:
@@ -96,6 +99,8 @@ class RunFolder:
         self._facts_raw = b""
         self._start: _Start | None = None
         self._notes: list[str] = []
+        self._turn = threading.Lock()
+        self._is_starting = False
 
     @property
     def repository(self) -> Repository:
@@ -118,6 +123,8 @@ class RunFolder:
         """
         if request.world_size < 1:
             raise ValueError(f"world_size {request.world_size}: must be at least 1")
+        with self._turn:  # from here on nothing is removed until `opened`: it may be what this start loads (I2)
+            self._is_starting = True
         self._start, self._notes = None, []
         exists = self._open()
         choice, reason = self._choose(request, memory, witnessed, {})
@@ -135,7 +142,7 @@ class RunFolder:
         start = self._started()
         if (message.step, message.stored_generation) != (start.choice.step, start.choice.generation):
             raise UnbrokenError(f"step {message.step} was reported bad, but step {start.choice.step} was planned: begin anew")
-        start.exclude[start.choice.key] = message.reason
+        start.exclude[start.choice.key] = message.reason[:MAX_NOTE_CHARS]
         if start.choice.commit is not None:
             self._condemn(start.choice, message)
         start.choice, reason = self._choose(start.request, memory, start.witnessed, start.exclude)
@@ -167,7 +174,7 @@ class RunFolder:
         )
         if entry.number != plan.generation:
             raise Refused(f"generation {plan.generation} was planned but {entry.number} opened: somebody else wrote to {self.directory}")
-        self._start = None
+        self._start, self._is_starting = None, False
         chronicle = Chronicle(self._tier, self._repository.lineage, entry)
         begin = BeginRecord(
             generation=entry.number,
@@ -180,6 +187,14 @@ class RunFolder:
         )
         chronicle.add([begin])
         return chronicle
+
+    def collect(self, repository: Repository) -> None:
+        """Remove old checkpoints, from the drain thread; put off while a start is in progress."""
+        keep = repository.facts.options.get("keep")
+        keep_newest = keep if isinstance(keep, int) and keep >= 1 else KEEP_NEWEST
+        with self._turn:
+            if not self._is_starting:
+                repository.collect(keep_newest, writer=self.writer, clock=self.clock)
 
     def close(self) -> None:
         """Let the folder go."""
@@ -235,7 +250,9 @@ class RunFolder:
         assert choice.commit is not None
         objects = message.objects or tuple(ref.path for ref in choice.commit.manifests)
         try:
-            self.repository.condemn(choice.step, choice.generation, objects, message.reason, writer=self.writer, clock=self.clock)
+            self.repository.condemn(
+                choice.step, choice.generation, objects, message.reason[:MAX_NOTE_CHARS], writer=self.writer, clock=self.clock
+            )
         except (OSError, UnbrokenError) as error:
             # Safe: this start passes the checkpoint over anyway, and the next one finds the same damage.
             self._notes.append(f"step {choice.step} could not be condemned ({type(error).__name__}: {error})")
@@ -259,7 +276,9 @@ class RunFolder:
             last_step=last_step,
             options=repository.facts.options if repository is not None else request.options,
             run_id=repository.facts.run_id if repository is not None else self._nonces.nonce(),
-            notes=tuple(dict.fromkeys((*self._notes, *self._damage(), *choice.notes, reason))),
+            notes=tuple(
+                dict.fromkeys(note[:MAX_NOTE_CHARS] for note in (*self._notes, *self._damage(), *choice.notes[:MAX_NOTES], reason))
+            ),
         )
 
     def _root(self, choice: Choice) -> str:

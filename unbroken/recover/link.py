@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from unbroken.core import errors
 from unbroken.core.limits import REPLY_TIMEOUT_S
-from unbroken.core.messages import Bye, Committed, Error, Failed, Hello, Message, Welcome
+from unbroken.core.messages import Bye, Committed, Error, Failed, Hello, Message, Status, StatusReply, Welcome
 from unbroken.core.ports import Clock
 from unbroken.shm.channel import Channel, connect
 
@@ -88,6 +88,9 @@ class Link:
     def wait_for_step(self, step: int, timeout_s: float) -> None:
         """Wait until the checkpoint of `step` is visible and durable. SaveFailed with the cause otherwise."""
         end = self._clock.monotonic() + timeout_s
+        self.poll()
+        if self.lost is None and self._stored_before(step):
+            return
         while True:
             self.poll()
             if self.committed is not None and self.committed.step >= step:
@@ -105,6 +108,14 @@ class Link:
             except (TimeoutError, DaemonLost):
                 continue
             self._note(message)
+
+    def _stored_before(self, step: int) -> bool:
+        """Was it committed before we came, so that no news of it will arrive?"""
+        try:
+            committed = self.ask(Status(), StatusReply)[0].facts.get("last_committed")
+        except (DaemonLost, TimeoutError):
+            return False
+        return isinstance(committed, int) and committed >= step
 
     def close(self) -> None:
         """Say goodbye; harmless when the daemon has gone."""

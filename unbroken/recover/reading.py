@@ -52,7 +52,7 @@ def logical(stored: StoredPiece) -> bool:
 
 
 def checked_manifests(repository: Repository, commit: CommitEntry) -> list[Manifest]:
-    """The manifests of a commit, verified, their packs there and long enough. Damaged names the first object that is not. No data is read."""
+    """A commit's manifests, verified, their packs there and long enough; Damaged names the first that is not. Reads no data."""
     manifests = repository.manifests(commit)
     ends: dict[str, int] = {}
     for manifest in manifests:
@@ -99,7 +99,7 @@ def commit_of(repository: Repository, step: int) -> CommitEntry:
 
 
 def newest_good(repository: Repository, use: Callable[[CommitEntry], T]) -> Found[T]:
-    """The newest checkpoint that `use` finds whole, older ones being tried when it raises Damaged. NoCheckpoint lists each with its reason."""
+    """The newest checkpoint that `use` finds whole; where it raises Damaged an older one is tried. NoCheckpoint lists all reasons."""
     passed: list[PassedOver] = []
     for commit in reversed(repository.visible()):
         try:
@@ -162,7 +162,7 @@ def _is_being_written(tier: Tier) -> bool:
 
 
 def commit_times(tier: Tier, lineage: str, head: int, commits: tuple[CommitEntry, ...]) -> Mapping[tuple[int, int], str]:
-    """When each commit's log entry was written, by (step, generation). Reads the log backwards until all are found; unreadable ones are left out."""
+    """When each commit's entry was written, by (step, generation). Reads the log backwards until all are found, or as many as can be."""
     wanted = {(commit.step, commit.generation) for commit in commits}
     times: dict[tuple[int, int], str] = {}
     for n in range(head, -1, -1):

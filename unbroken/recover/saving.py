@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 
-from unbroken.core.errors import Fenced, SaveFailed, UnbrokenError
+from unbroken.core.errors import Fenced, Refused, SaveFailed, UnbrokenError
 from unbroken.core.os import boot_id, hostname
 from unbroken.core.ports import Clock, Nonces, failpoint
 from unbroken.core.records import BeginRecord, CommitEntry, Generation, RootRecord, RunFacts, Writer
@@ -54,6 +55,8 @@ class Saving:
         """Take the lease and open or create the run. Raises Fenced naming the holder, ForeignFolder, NewerFormat, OSError."""
         Repository.exists(tier)  # a foreign folder must not get so much as a lock file from us
         writer = Writer(host=hostname(), pid=os.getpid(), boot_id=boot_id(), since=clock.utc())
+        with suppress(FileExistsError):  # another process made it first; a file of that name fails in the next line
+            os.makedirs(tier.root, exist_ok=True)
         lease = WriterLease.acquire(tier.root, writer)
         try:
             if Repository.exists(tier):
@@ -81,7 +84,10 @@ class Saving:
         """Write and commit one checkpoint. With `base` the steps beyond it are left behind. After an error a new generation is begun."""
         try:
             if base is not None or self._journal is None:
-                self._begin(base or self.last, loaded_root)
+                last = base or self.last
+                if last is not None and last.step > step:
+                    raise Refused(f"step {step} does not follow step {last.step}: the save that was to go back before it has failed")
+                self._begin(last, loaded_root)
             assert self._generation is not None and self._journal is not None
             manifest, ref = self.repository.write(
                 step=step,

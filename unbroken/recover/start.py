@@ -60,6 +60,8 @@ class Start:
     differences: tuple[str, ...] = ()
     moments: dict[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    loader_state: dict[str, Any] = field(default_factory=dict)
+    stored: Mapping[str, tuple[Piece, bytes]] = field(default_factory=dict)
 
     def connect(self) -> Link:
         """Reach the daemon of this host; rank 0 starts it. Refused when the ranks are on several hosts."""
@@ -151,6 +153,8 @@ class Start:
             adopt(plan)
             self.stack.restore(loaded.pieces, own_streams=loaded.own)
             self.counters = Counters(**rebuild(loaded.pieces, "/counters"))
+            if loaded.own and "/loader" in loaded.pieces:
+                self.loader_state = rebuild(loaded.pieces, "/loader")
             if not loaded.own:
                 self.stack.streams.start_anew(plan.generation, self.exchange.rank)
 
@@ -159,8 +163,6 @@ class Start:
         if not all(self.exchange.share(loaded.own, bool)):
             self.notes += (f"ranks beyond the {plan.stored_world_size} of the checkpoint start random streams of their own",)
         loaded.close()
-
-    stored: Mapping[str, tuple[Piece, bytes]] = field(default_factory=dict)
 
     def _from_rank_0(self, ask: Callable[[], Plan]) -> Plan:
         answer = together(self.exchange, ask if self.exchange.rank == 0 else lambda: None)

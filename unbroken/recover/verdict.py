@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import NamedTuple
 
 from unbroken.core.messages import Refuse, Verdict
 
@@ -13,8 +14,18 @@ Attempt = tuple[int, int, int]
 """(generation, step, attempt)."""
 
 
+class Decision(NamedTuple):
+    """A verdict on `attempt` of `step`, the ranks it goes to, and why each rank refused."""
+
+    verdict: Verdict
+    step: int
+    attempt: int
+    ranks: list[int]
+    reasons: dict[str, str]
+
+
 class Refusals:
-    """The refused attempt that is being judged. Every call returns the verdict once there is one, and whom it goes to."""
+    """The refused attempt that is being judged. Every call returns the decision once there is one."""
 
     def __init__(self) -> None:
         self._open: Attempt | None = None
@@ -28,60 +39,54 @@ class Refusals:
         """When patience ends; None while nothing is being judged."""
         return self._deadline_s if self._open is not None else None
 
-    @property
-    def reasons(self) -> dict[int, str]:
-        """Why each rank refused, of the attempt being judged or judged last."""
-        return dict(self._reasons)
-
-    def refuse(self, message: Refuse, members: Collection[int], world_size: int, now_s: float) -> tuple[Verdict, list[int]] | None:
+    def refuse(self, message: Refuse, members: Collection[int], world_size: int, now_s: float) -> Decision | None:
         """A member applied nothing of an attempt. `members` are the ranks connected now."""
         attempt = (message.generation, message.step, message.attempt)
-        if self._denied is not None and self._denied[0] == attempt:
-            return _deny(message.attempt, self._denied[1]), [message.rank]
-        if self._open is not None and self._open != attempt:
-            return self._close(f"ranks refused different attempts: {self._open[1:]} and {attempt[1:]}", also=message.rank)
+        if self._open is None and self._denied is not None and self._denied[0] == attempt:
+            self._open, self._reasons = attempt, {message.rank: message.reason}
+            return self._deny(self._denied[1])
         if self._open is None:
             self._open, self._reasons, self._deadline_s = attempt, {}, now_s + VERDICT_TIMEOUT_S
         self._reasons[message.rank] = message.reason
+        if self._open != attempt:
+            return self._deny(f"ranks refused different attempts: {self._open[1:]} and {attempt[1:]}")
         absent = [rank for rank in range(world_size) if rank not in members]
         if absent:
-            return self._close(f"rank {absent[0]} is gone")
-        if self._applied >= (message.generation, message.step):
-            return self._close(f"step {message.step} was applied elsewhere")
+            return self._deny(f"rank {absent[0]} is gone")
+        if self._applied >= attempt[:2]:
+            return self._deny(f"step {message.step} was applied elsewhere")
         if len(self._reasons) < world_size:
             return None
-        self._open = None
-        reason = f"all {world_size} ranks refused attempt {message.attempt} of step {message.step}"
-        return Verdict(retry=True, attempt=message.attempt + 1, reason=reason), sorted(self._reasons)
+        return self._decide(True, message.attempt + 1, f"all {world_size} ranks refused attempt {message.attempt} of step {message.step}")
 
-    def applied(self, generation: int, step: int) -> tuple[Verdict, list[int]] | None:
+    def applied(self, generation: int, step: int) -> Decision | None:
         """A member has applied `step`."""
         self._applied = max(self._applied, (generation, step))
         if self._open is not None and (generation, step) >= self._open[:2]:
-            return self._close(f"step {step} was applied elsewhere")
+            return self._deny(f"step {step} was applied elsewhere")
         return None
 
-    def left(self, rank: int) -> tuple[Verdict, list[int]] | None:
+    def left(self, rank: int) -> Decision | None:
         """A member is gone."""
-        return self._close(f"rank {rank} is gone") if self._open is not None else None
+        return self._deny(f"rank {rank} is gone") if self._open is not None else None
 
-    def expire(self, now_s: float) -> tuple[Verdict, list[int]] | None:
+    def expire(self, now_s: float) -> Decision | None:
         """Time has passed."""
         if self._open is None or now_s < self._deadline_s:
             return None
-        return self._close(f"not all ranks spoke within {VERDICT_TIMEOUT_S:.0f} s")
+        return self._deny(f"not all ranks spoke within {VERDICT_TIMEOUT_S:.0f} s")
 
     def opened(self) -> None:
         """A new generation begins: nothing of the old one counts."""
-        self.__init__()  # type: ignore[misc]
+        self._open, self._denied, self._applied = None, None, (-1, -1)
 
-    def _close(self, reason: str, also: int | None = None) -> tuple[Verdict, list[int]]:
+    def _deny(self, reason: str) -> Decision:
         assert self._open is not None
-        attempt, self._open = self._open, None
-        self._denied = attempt, reason
-        ranks = set(self._reasons) | ({also} if also is not None else set())
-        return _deny(attempt[2], reason), sorted(ranks)
+        self._denied = self._open, reason
+        return self._decide(False, self._open[2], reason)
 
-
-def _deny(attempt: int, reason: str) -> Verdict:
-    return Verdict(retry=False, attempt=attempt, reason=reason)
+    def _decide(self, retry: bool, next_attempt: int, reason: str) -> Decision:
+        assert self._open is not None
+        (_, step, attempt), self._open = self._open, None
+        verdict = Verdict(retry=retry, attempt=next_attempt, reason=reason)
+        return Decision(verdict, step, attempt, sorted(self._reasons), {str(rank): text for rank, text in self._reasons.items()})

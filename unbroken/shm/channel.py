@@ -11,6 +11,7 @@ import contextlib
 import os
 import socket
 import stat
+import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -20,7 +21,7 @@ import unbroken
 from unbroken.codec.digest import text_digest
 from unbroken.core.errors import Damaged, Refused
 from unbroken.core.limits import CONNECT_TIMEOUT_S, MAX_MESSAGE_BYTES, REPLY_TIMEOUT_S
-from unbroken.core.messages import Message
+from unbroken.core.messages import Message, Welcome
 from unbroken.core.os import is_alive, peer_credentials, start_module, try_lock, wait_any
 from unbroken.core.ports import SystemClock, environment, whole_environment
 
@@ -115,9 +116,12 @@ class Channel:
         TimeoutError when none came in time, ConnectionError when the other end is gone, Damaged when what came is no message.
         """
         self._socket.settimeout(max(0.0, timeout_s))
-        space = socket.CMSG_SPACE(MAX_DESCRIPTORS * array.array("i").itemsize)
         try:
-            raw, beside, flags, _ = self._socket.recvmsg(MAX_MESSAGE_BYTES, space, socket.MSG_CMSG_CLOEXEC)
+            try:
+                raw, beside, flags = self._receive_packet()
+            except ConnectionResetError:
+                # It ended without having read everything. The kernel says that once, before it hands out what it had sent.
+                raw, beside, flags = self._receive_packet()
         except BlockingIOError as error:
             raise TimeoutError("no message") from error
         fds = _descriptors(beside)
@@ -131,6 +135,10 @@ class Channel:
             for fd in fds:
                 os.close(fd)
             raise
+
+    def _receive_packet(self) -> tuple[bytes, list[tuple[int, int, bytes]], int]:
+        space = socket.CMSG_SPACE(MAX_DESCRIPTORS * array.array("i").itemsize)
+        return self._socket.recvmsg(MAX_MESSAGE_BYTES, space, socket.MSG_CMSG_CLOEXEC)[:3]
 
     def close(self) -> None:
         """End the connection; the other end sees that at once, even if a forked child still has a copy of the descriptor."""
@@ -184,7 +192,7 @@ def listen(path: str) -> socket.socket:
 
 
 def accept(listener: socket.socket) -> Channel | None:
-    """The next waiting connection, None if there is none. Another user's is closed at once."""
+    """The next waiting connection, greeted; None if there is none. Another user's is closed at once."""
     while True:
         try:
             connection, _ = listener.accept()
@@ -192,13 +200,16 @@ def accept(listener: socket.socket) -> Channel | None:
             return None
         channel = Channel(connection)
         if channel.peer()[1] == os.geteuid():
-            return channel
+            with contextlib.suppress(OSError):  # gone already: its first read says so
+                channel.send(Welcome(pid=os.getpid(), directory=""), timeout_s=0.0)
+                return channel
         channel.close()
 
 
 def connect(directory: str, start: bool) -> Channel:
     """Reach the daemon of a run folder; with `start`, start one if none answers and wait up to CONNECT_TIMEOUT_S for it.
 
+    The daemon has greeted us when this returns: the kernel also connects to one that is just dying.
     ConnectionError without a daemon: at once without `start`, else with the daemon's log path and its last lines.
     """
     path = address(directory)
@@ -227,20 +238,20 @@ def connect(directory: str, start: bool) -> Channel:
 
 def _dial(path: str) -> Channel | None:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    channel = Channel(connection)
     connection.settimeout(CONNECT_TIMEOUT_S)
     try:
         connection.connect(path)
-    except (FileNotFoundError, ConnectionRefusedError):
-        connection.close()
-        return None
-    except OSError:
-        connection.close()
-        raise
-    channel = Channel(connection)
-    _, uid = channel.peer()
-    if uid != os.geteuid():
+        _, uid = channel.peer()
+        if uid != os.geteuid():
+            raise Refused(f"{path} is served by user {uid}, not by us")
+        channel.receive(CONNECT_TIMEOUT_S)
+    except (FileNotFoundError, ConnectionError):
         channel.close()
-        raise Refused(f"{path} is served by user {uid}, not by us")
+        return None
+    except BaseException:
+        channel.close()
+        raise
     return channel
 
 
@@ -259,7 +270,10 @@ def _start(directory: str, path: str, deadline_s: float) -> Channel | None:
     with contextlib.suppress(FileNotFoundError):
         if os.path.getsize(log) > MAX_LOG_BYTES:
             os.unlink(log)
-    pid = start_module(DAEMON_MODULE, [os.path.realpath(directory)], daemon_environment(), log)
+    try:
+        pid = start_module(DAEMON_MODULE, [os.path.realpath(directory)], daemon_environment(), log)
+    except subprocess.SubprocessError as error:
+        raise ConnectionRefusedError(f"the daemon of {directory} could not be started; its log would be {log}: {error}") from error
     while _clock.monotonic() < deadline_s:
         lives = is_alive(pid)
         channel = _dial(path)

@@ -114,6 +114,7 @@ class Repository:
         """The commit's manifests, verified. Raises Damaged naming the file."""
         manifests = [load_manifest(self.tier, ref, commit) for ref in commit.manifests]
         check_cut(manifests)
+        self._remember(commit, manifests)
         return manifests
 
     def read_piece(self, manifest: Manifest, stored: StoredPiece) -> bytes:
@@ -210,7 +211,7 @@ class Repository:
                 self.log.propose(make, writer=writer, clock=clock)
             except _AlreadyCommitted as e:
                 return e.commit
-            self._catalog.put(key_of(entry), (chunk for manifest, _ in manifests for chunk in manifest.chunks))
+            self._remember(entry, [manifest for manifest, _ in manifests])
             self._holds.committed(entry)
             self._out_of_grace = {key_of(c) for c in self.log.state.condemned}
         return entry
@@ -311,6 +312,10 @@ class Repository:
         for path in hold.own:
             with suppress(Exception):  # safe: the write's own error is on its way up, and what stays is doomed
                 self.tier.delete(path)
+
+    def _remember(self, commit: CommitEntry, manifests: Sequence[Manifest]) -> None:
+        with self._lock:
+            self._catalog.put(key_of(commit), (chunk for manifest in manifests for chunk in manifest.chunks))
 
     def _origin(self, generation: int, nonce: str) -> Origin:
         """Objects carry the generation of their writer: ours, also when what is written was frozen under an older one."""

@@ -20,7 +20,6 @@ SETTINGS = [
     Setting("sampler"),
     Setting("sampler", num_workers=2, persistent=True),
     Setting("distributed"),
-    Setting("distributed", num_workers=2),
     Setting("distributed", num_workers=2, persistent=True),
     Setting("stateful"),
 ]

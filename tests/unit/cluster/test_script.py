@@ -64,6 +64,7 @@ def test_a_module_sees_the_same_world(folder: Path) -> None:
         "import sys\nsys.exit(7)\n",
         "import sys\nsys.exit(None)\n",
         "import sys\nsys.excepthook = lambda *a: print('hook', a[0].__name__, file=sys.stderr)\n1 / 0\n",
+        "import atexit, sys\natexit.register(lambda: print(repr(sys.last_value), sys.last_traceback.tb_lineno))\n1 / 0\n",
         "import atexit\natexit.register(print, 'at exit')\nprint('end')\n",
         "import threading, time\nthreading.Thread(target=lambda: (time.sleep(0.2), print('thread'))).start()\n",
         "import multiprocessing as m\ndef f():\n    print('child', __name__, flush=True)\n"

@@ -85,7 +85,7 @@ def test_I10_a_run_whose_checkpoints_are_all_bad_is_never_started_afresh(resume:
 
 def test_I10_condemned_checkpoints_still_forbid_a_fresh_start() -> None:
     gone = CondemnEntry(step=20, generation=0, objects=("packs/x",), reason="digest differs")
-    with pytest.raises(NoCheckpoint, match="step 20 of generation 0 .*condemned: digest differs"):
+    with pytest.raises(NoCheckpoint, match=r"step 20 of generation 0 .*condemned: digest differs"):
         choose([], [], "auto", None, {}, state=state(generation(0, None, 0), condemned=(gone,)))
 
 

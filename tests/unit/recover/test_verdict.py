@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from unbroken.core.messages import Refuse, Verdict
-from unbroken.recover.verdict import VERDICT_TIMEOUT_S, Refusals
+from unbroken.core.messages import Refuse
+from unbroken.recover.verdict import VERDICT_TIMEOUT_S, Decision, Refusals
 
 ALL = {0, 1, 2}
 
@@ -12,7 +12,7 @@ def refusal(rank: int, step: int = 5, attempt: int = 0, generation: int = 1) -> 
     return Refuse(generation=generation, step=step, attempt=attempt, rank=rank, reason=f"gloo on {rank}")
 
 
-def refuse_all(refusals: Refusals, ranks: list[int], step: int = 5, attempt: int = 0) -> tuple[Verdict, list[int]] | None:
+def refuse_all(refusals: Refusals, ranks: list[int], step: int = 5, attempt: int = 0) -> Decision | None:
     verdict = None
     for rank in ranks:
         assert verdict is None
@@ -24,11 +24,11 @@ def test_all_members_refused_so_the_step_is_tried_again() -> None:
     refusals = Refusals()
     verdict = refuse_all(refusals, [2, 0, 1])
     assert verdict is not None
-    assert (verdict[0].retry, verdict[0].attempt, verdict[1]) == (True, 1, [0, 1, 2])
-    assert refusals.reasons[2] == "gloo on 2"
+    assert (verdict.verdict.retry, verdict.verdict.attempt, verdict.ranks) == (True, 1, [0, 1, 2])
+    assert (verdict.step, verdict.attempt, verdict.reasons["2"]) == (5, 0, "gloo on 2")
     second = refuse_all(refusals, [0, 1, 2], attempt=1)
     assert second is not None
-    assert (second[0].retry, second[0].attempt) == (True, 2)
+    assert (second.verdict.retry, second.verdict.attempt) == (True, 2)
 
 
 def test_a_member_that_leaves_ends_the_hope_also_for_those_who_speak_later() -> None:
@@ -36,17 +36,17 @@ def test_a_member_that_leaves_ends_the_hope_also_for_those_who_speak_later() -> 
     assert refuse_all(refusals, [0]) is None
     verdict = refusals.left(2)
     assert verdict is not None
-    assert (verdict[0].retry, verdict[1]) == (False, [0])
+    assert (verdict.verdict.retry, verdict.ranks) == (False, [0])
     late = refusals.refuse(refusal(1), {0, 1}, 3, 100.0)
     assert late is not None
-    assert (late[0].retry, late[1]) == (False, [1])
+    assert (late.verdict.retry, late.ranks) == (False, [1])
 
 
 def test_a_member_that_is_absent_already_denies_at_once() -> None:
     verdict = Refusals().refuse(refusal(0), {0, 1}, 3, 100.0)
     assert verdict is not None
-    assert not verdict[0].retry
-    assert "rank 2 is gone" in verdict[0].reason
+    assert not verdict.verdict.retry
+    assert "rank 2 is gone" in verdict.verdict.reason
 
 
 def test_a_member_that_applied_the_step_denies_before_and_after() -> None:
@@ -55,12 +55,12 @@ def test_a_member_that_applied_the_step_denies_before_and_after() -> None:
     assert refusals.applied(1, 4) is None
     verdict = refusals.applied(1, 5)
     assert verdict is not None
-    assert (verdict[0].retry, verdict[1]) == (False, [0, 1])
+    assert (verdict.verdict.retry, verdict.ranks) == (False, [0, 1])
     other = Refusals()
     assert other.applied(1, 5) is None
     denied = other.refuse(refusal(0), ALL, 3, 100.0)
     assert denied is not None
-    assert not denied[0].retry
+    assert not denied.verdict.retry
 
 
 def test_different_attempts_never_agree() -> None:
@@ -68,7 +68,7 @@ def test_different_attempts_never_agree() -> None:
     assert refuse_all(refusals, [0, 1]) is None
     verdict = refusals.refuse(refusal(2, step=6), ALL, 3, 100.0)
     assert verdict is not None
-    assert (verdict[0].retry, verdict[1]) == (False, [0, 1, 2])
+    assert (verdict.verdict.retry, verdict.ranks) == (False, [0, 1, 2])
 
 
 def test_I11_patience_ends() -> None:
@@ -79,7 +79,7 @@ def test_I11_patience_ends() -> None:
     assert refusals.expire(100.0 + VERDICT_TIMEOUT_S - 1) is None
     verdict = refusals.expire(100.0 + VERDICT_TIMEOUT_S)
     assert verdict is not None
-    assert not verdict[0].retry
+    assert not verdict.verdict.retry
     assert refusals.expire(1e9) is None
 
 

@@ -6,7 +6,9 @@ import fcntl
 import os
 import socket
 import stat
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ import pytest
 from unbroken.core.errors import Damaged, Refused
 from unbroken.core.limits import MAX_MESSAGE_BYTES
 from unbroken.core.messages import Note, Slots, Status, Welcome
-from unbroken.core.os import memory_file
+from unbroken.core.os import memory_file, wait_any
 from unbroken.shm.channel import Channel, accept, address, connect, daemon_environment, listen, runtime_directory
 
 
@@ -53,7 +55,7 @@ def test_descriptors_travel_and_are_not_inherited(pair: tuple[Channel, Channel])
 
 
 def test_a_message_that_is_too_large_is_an_error_of_its_sender(pair: tuple[Channel, Channel]) -> None:
-    with pytest.raises(ValueError, match="Note of .* larger than 131072"):
+    with pytest.raises(ValueError, match=r"Note of .* larger than 131072"):
         pair[0].send(Note(name="x" * MAX_MESSAGE_BYTES, at={}))
     pair[0].send(Status())
     assert pair[1].receive(1.0)[0] == Status()
@@ -84,6 +86,16 @@ def test_a_peer_that_is_gone_is_a_connection_error(pair: tuple[Channel, Channel]
         pair[0].receive(1.0)
     with pytest.raises(ConnectionError):
         pair[0].send(Status())
+
+
+def test_the_last_words_of_a_peer_that_ended_with_unread_messages_are_heard(pair: tuple[Channel, Channel]) -> None:
+    pair[0].send(Status())
+    for directory in ("/a", "/b"):
+        pair[1].send(Welcome(pid=1, directory=directory))
+    pair[1].close()
+    assert [pair[0].receive(0.0)[0] for _ in range(2)] == [Welcome(pid=1, directory="/a"), Welcome(pid=1, directory="/b")]
+    with pytest.raises(ConnectionError):
+        pair[0].receive(0.0)
 
 
 def test_a_peer_that_closes_is_seen_although_its_forked_child_lives(pair: tuple[Channel, Channel]) -> None:
@@ -156,13 +168,25 @@ def test_listen_replaces_what_a_dead_daemon_left(runtime: Path) -> None:
     listen(path).close()
     listener = listen(path)
     assert accept(listener) is None
-    channel = connect("run", start=False)
-    served = accept(listener)
-    assert served is not None
-    assert served.peer() == (os.getpid(), os.geteuid())
-    for end in (channel, served):
+    with ThreadPoolExecutor(1) as pool:
+        dialled = pool.submit(connect, "run", False)
+        deadline = time.monotonic() + 10
+        while (served := accept(listener)) is None:
+            assert time.monotonic() < deadline
+    assert served.peer() == dialled.result().peer() == (os.getpid(), os.geteuid())
+    for end in (dialled.result(), served):
         end.close()
     listener.close()
+
+
+def test_a_daemon_that_dies_before_it_greets_is_none(runtime: Path) -> None:
+    listener = listen(address("run"))
+    with ThreadPoolExecutor(1) as pool:
+        dialled = pool.submit(connect, "run", False)
+        wait_any([listener.fileno()], 10.0)
+        listener.close()
+        with pytest.raises(ConnectionError, match="no daemon"):
+            dialled.result()
 
 
 def test_without_a_daemon_connect_says_so_at_once(runtime: Path) -> None:

@@ -1,0 +1,50 @@
+"""Which of several failures explains the others: from exit codes and from the error files that workers leave."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from unbroken.cluster.decide import describe
+
+MAX_ERROR_CHARS = 300
+"""Of an error's first line, which is what reasons quote; the whole text stays in the error file."""
+
+MAX_ERROR_FILE_BYTES = 1 << 20
+"""A worker's error file larger than this is not read."""
+
+
+def root_cause(failed: Mapping[int, tuple[int, str]]) -> tuple[int, str]:
+    """The rank whose failure explains the others, and that failure in words. `failed`: global rank -> (exit code, path of its error file).
+
+    A signal explains the exceptions of those who lost their peer, and so does an exit without a word; among exceptions the earliest.
+    """
+    ranked = []
+    for rank, (code, path) in failed.items():
+        text, moment_ns = read_error_file(path) if code > 0 else ("", 0)
+        line = text.strip().partition("\n")[0][:MAX_ERROR_CHARS]
+        ranked.append((code > 0, moment_ns, rank, describe(code) + (f": {line}" if line else "")))
+    _, _, rank, error = min(ranked)
+    return rank, error
+
+
+def has_error(path: str) -> bool:
+    """True when a worker has left an error there."""
+    return bool(read_error_file(path)[0])
+
+
+def read_error_file(path: str) -> tuple[str, int]:
+    """Message of an error file in TorchElastic's format and when it was written (ns, file time); ("", 0) if none can be read."""
+    try:
+        found = os.stat(path)
+        if not os.path.isfile(path) or found.st_size > MAX_ERROR_FILE_BYTES:
+            return "", 0
+        with open(path, "rb") as file:
+            message = msgspec.json.decode(file.read(), type=dict[str, Any]).get("message")
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+        return "", 0
+    text = message.get("message") if isinstance(message, dict) else message
+    return (text, found.st_mtime_ns) if isinstance(text, str) else ("", 0)
