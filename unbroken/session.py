@@ -38,7 +38,7 @@ from unbroken.cluster.preempt import StopRequest
 from unbroken.config import Options, RunConfig, resolve
 from unbroken.core.errors import LayoutMismatch, Refused, SaveFailed
 from unbroken.core.limits import DRAIN_TIMEOUT_S, REPLY_TIMEOUT_S
-from unbroken.core.messages import Journal, Plan, Refuse, Verdict
+from unbroken.core.messages import Journal, Plan, Refuse, Status, StatusReply, Verdict
 from unbroken.core.ports import Clock, SystemClock, environment, failpoint, position
 from unbroken.core.records import EventRecord, Record, StepRecord
 from unbroken.order.ledger import check_same, unit_digest
@@ -156,7 +156,7 @@ class Run:
         self._saved_step = self._plan.step if self._plan.source != "fresh" else -1
         self._unconfirmed = self._plan.step if self._plan.source == "memory" else None
         self.loss = float("nan")
-        arm_from_environment(rank, self._plan.generation)
+        arm_from_environment(rank, self._plan.generation, lambda: self._link.ask(Status(), StatusReply)[0].phase)
         position[:] = [self._counters.step + 1, self._plan.generation]
         self._moments["align"] = self._clock.monotonic()
         atexit.register(self._at_exit)

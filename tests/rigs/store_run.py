@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from unbroken.store.repository import Part, Repository
 WRITER = Writer(host="host", pid=7, boot_id="boot", since="2026-01-01T00:00:00.000Z")
 FACTS = RunFacts(run_id="run", created="2026-01-01T00:00:00.000Z", options={"units": 4, "seed": 7})
 NUM_FLOATS = 1000
+_starts = itertools.count()
 
 
 class StillClock:
@@ -107,7 +109,7 @@ class Trainer:
 
 def start(tier: Tier, *, nonces: Nonces | None = None, world_size: int = 2, num_floats: int = NUM_FLOATS) -> Trainer:
     """Begin a run, or go on from its newest good checkpoint as a new generation, condemning what turns out bad."""
-    source = nonces or CountedNonces("rig")
+    source = nonces or CountedNonces(f"rig {next(_starts)}")
     if not Repository.exists(tier):
         repository = Repository.create(tier, FACTS, nonces=source)
         return opened(repository, None, source, world_size, num_floats)

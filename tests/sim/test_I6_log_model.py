@@ -22,8 +22,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
-from tests.rigs.store_run import FACTS, WRITER, CountedNonces, StillClock, Trainer, opened, part
 
+from tests.rigs.store_run import FACTS, WRITER, CountedNonces, StillClock, Trainer, opened, part
 from unbroken.core.errors import Damaged, Fenced, Transient
 from unbroken.core.ports import Buffer, TierTraits
 from unbroken.core.records import CommitEntry, CondemnEntry, Generation, GenerationEntry, LogEntry, LogState, PruneEntry

@@ -13,9 +13,10 @@ import msgspec
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.rendezvous import rendezvous
 
 from unbroken.core.limits import COLLECTIVE_TIMEOUT_S
-from unbroken.core.ports import environment
+from unbroken.core.ports import environment, failpoint
 
 
 class ExchangeFailed(RuntimeError):
@@ -61,7 +62,7 @@ class Exchange:
         if self.world_size == 1:
             return frames
         out = torch.empty(sum(received), dtype=torch.uint8, device=frames.device)
-        self._wait(lambda: self._group.alltoall_base(out, frames, received, sent))
+        self._wait("exchange.scatter", lambda: self._group.alltoall_base(out, frames, received, sent))
         return out
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
@@ -69,7 +70,7 @@ class Exchange:
         if self.world_size == 1:
             return part
         out = torch.empty(part.numel() * self.world_size, dtype=part.dtype, device=part.device)
-        self._wait(lambda: self._group._allgather_base(out, part))
+        self._wait("exchange.gather", lambda: self._group._allgather_base(out, part))
         return out
 
     def share(self, value: Any, as_type: Any) -> list[Any]:
@@ -83,10 +84,11 @@ class Exchange:
         parts = self.gather(padded.to(self.device)).cpu().view(self.world_size, -1)
         return [msgspec.json.decode(bytes(parts[r, : sizes[r]].numpy()), type=as_type) for r in range(self.world_size)]
 
-    def _wait(self, start: Any) -> None:
+    def _wait(self, name: str, start: Any) -> None:
         if self._group is None:
             raise ExchangeFailed("the ranks are not connected")
         try:
+            failpoint(name)
             start().wait()
         except RuntimeError as error:
             raise ExchangeFailed(str(error)) from error
@@ -101,7 +103,7 @@ def join_world(device: torch.device) -> bool:
         return False
     backend = "nccl" if device.type == "cuda" else "gloo"
     try:
-        store, rank, world_size = next(c10d.rendezvous("env://", timeout=datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S)))
+        store, rank, world_size = next(rendezvous("env://", timeout=datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S)))
         # torchrun may keep one store over restarts: without a name of its own an attempt meets the addresses of dead processes
         store = c10d.PrefixStore(f"unbroken/{environment('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         dist.init_process_group(

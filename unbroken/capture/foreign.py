@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 from unbroken.capture.source import Grade, Keyed, SampleKey, Unit, UnitDataset, UnitIndex, UnitStream, loader_settings
-from unbroken.order.streams import sample_seed, stream_seed
+from unbroken.order.streams import MAX_SEED, sample_seed, stream_seed
 
 FIX = (
     "give the order to unbroken, e.g.\n"
@@ -77,73 +77,81 @@ class _Share:
         self.block = block
 
 
+class _TorchOrder:
+    """Batch after batch of one rank, as a torch sampler orders them, from any place on; augmentation is keyed by (seed, epoch, place)."""
+
+    def __init__(self, batches: BatchSampler, rank: int, world_size: int, epochs: int | None, seed: int | None) -> None:
+        self.sampler: Any = copy.copy(batches.sampler)  # ours alone: nobody else sets its epoch
+        self.batches = BatchSampler(self.sampler, batches.batch_size, batches.drop_last)
+        self.per_epoch = len(self.batches)
+        if not self.per_epoch:
+            raise ValueError("the DataLoader has no batch: the data set is empty, or smaller than one batch with drop_last=True")
+        self.rank = rank
+        self.world_size = world_size
+        self.epochs = epochs
+        self.seed = (seed if seed is not None else getattr(self.sampler, "seed", 0)) & MAX_SEED
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "loader": type(self.sampler).__name__,
+            "batch_size": self.batches.batch_size,
+            "drop_last": self.batches.drop_last,
+            "sampler_drop_last": getattr(self.sampler, "drop_last", False),
+            "shuffle": getattr(self.sampler, "shuffle", False),
+            "sampler_seed": getattr(self.sampler, "seed", 0),
+            "seed": self.seed,
+            "epochs": self.epochs,
+            "world_size": self.world_size,
+        }
+
+    def indices(self, block: range, first_step: int) -> Iterator[UnitIndex]:
+        """One batch per unit of the block and step; the units of a last step for which no batch is left are empty."""
+        batches = self._keys(*divmod((first_step - 1) * len(block), self.per_epoch))
+        for step in count(first_step):
+            share = list(islice(batches, len(block)))
+            if not share:
+                return
+            share += [[]] * (len(block) - len(share))
+            for unit, keys in zip(block, share, strict=True):
+                yield UnitIndex(step, unit, keys, stream_seed(self.seed, step, unit, "collate"))
+
+    def _keys(self, first_epoch: int, skip: int) -> Iterator[list[SampleKey]]:
+        size = self.batches.batch_size
+        for epoch in count(first_epoch) if self.epochs is None else range(first_epoch, self.epochs):
+            if isinstance(self.sampler, DistributedSampler):
+                self.sampler.set_epoch(epoch)
+            for number, ids in enumerate(islice(iter(self.batches), skip, None), start=skip):
+                places = count((number * size * self.world_size) + self.rank, self.world_size)
+                yield [SampleKey(sample, sample_seed(self.seed, epoch, place)) for sample, place in zip(ids, places, strict=False)]
+            skip = 0
+
+
 class IndexedLoader(_Share):
-    """A DataLoader over a DistributedSampler or SequentialSampler. Its order is derived anew per epoch, whole batches are skipped
-    by index, none is loaded in vain; augmentation is keyed by (seed, epoch, place)."""
+    """A DataLoader over a DistributedSampler or SequentialSampler. Its order is derived anew per epoch; whole batches are skipped
+    by index, none is loaded in vain."""
 
     def __init__(
         self, loader: DataLoader[Any], *, units: int | None, rank: int, world_size: int, epochs: int | None, seed: int | None
     ) -> None:
         super().__init__(units, rank, world_size, epochs)
         batches = plain_batches(loader)
-        self._sampler: Any = copy.copy(batches.sampler)  # ours alone: nobody else sets its epoch
-        self._check_sampler()
-        self._batches = BatchSampler(self._sampler, batches.batch_size, batches.drop_last)
-        self._per_epoch = len(self._batches)
-        if not self._per_epoch:
-            raise ValueError("the DataLoader has no batch: the data set is empty, or smaller than one batch with drop_last=True")
-        self.seed = seed if seed is not None else getattr(self._sampler, "seed", 0)
-        dataset = loader.dataset
-        inner = dataset.dataset if isinstance(dataset, Keyed) else dataset
-        self.num_samples = len(inner)  # type: ignore[arg-type]
-        self._stream = UnitStream(UnitDataset(inner, loader.collate_fn, keyed=True), loader_settings(loader))
+        _check_sampler(batches.sampler, rank, world_size)
+        self._order = _TorchOrder(batches, rank, world_size, epochs, seed)
+        dataset: Any = loader.dataset.dataset if isinstance(loader.dataset, Keyed) else loader.dataset
+        self._num_samples = len(dataset)
+        self._stream = UnitStream(UnitDataset(dataset, loader.collate_fn, keyed=True), loader_settings(loader))
         self._step = 1
 
-    def _check_sampler(self) -> None:
-        sampler = self._sampler
-        if type(sampler) is SequentialSampler:
-            if self.world_size > 1:
-                raise ValueError(
-                    f"without a sampler each of the {self.world_size} ranks would train on the same samples: "
-                    "use sampler=torch.utils.data.DistributedSampler(dataset), or " + FIX
-                )
-        elif type(sampler) is DistributedSampler:
-            if (sampler.num_replicas, sampler.rank) != (self.world_size, self.rank):
-                raise ValueError(
-                    f"the DistributedSampler is for rank {sampler.rank} of {sampler.num_replicas}, "
-                    f"this process is rank {self.rank} of {self.world_size}"
-                )
-        else:
-            raise refuse(f"the loader's order comes from {type(sampler).__name__}" + _why(sampler))
-
     def facts(self) -> dict[str, Any]:
-        return {
-            "kind": "foreign",
-            "loader": type(self._sampler).__name__,
-            "num_samples": self.num_samples,
-            "batch_size": self._batches.batch_size,
-            "drop_last": self._batches.drop_last,
-            "sampler_drop_last": getattr(self._sampler, "drop_last", False),
-            "shuffle": getattr(self._sampler, "shuffle", False),
-            "sampler_seed": getattr(self._sampler, "seed", 0),
-            "seed": self.seed,
-            "epochs": self.epochs,
-            "world_size": self.world_size,
-            "ids": "sampler",
-        }
+        return {"kind": "foreign", "ids": "sampler", "num_samples": self._num_samples} | self._order.facts()
 
     def num_steps(self) -> int | None:
         """Steps until `epochs` are read; None when endless."""
-        if self.epochs is None:
-            return None
-        return -(-self.epochs * self._per_epoch // self._per_step())
+        return None if self.epochs is None else -(-self.epochs * self._order.per_epoch // self._per_step())
 
     def position(self, step: int) -> tuple[int, int]:
         """(epoch, batch in it) of this rank's first unit of `step`."""
-        return divmod((step - 1) * self._per_step(), self._per_epoch)
-
-    def _per_step(self) -> int:
-        return self.default_units(self.world_size) // self.world_size
+        return divmod((step - 1) * self._per_step(), self._order.per_epoch)
 
     def seek(self, step: int) -> None:
         if step < 1:
@@ -152,7 +160,8 @@ class IndexedLoader(_Share):
         self._step = step
 
     def units(self) -> Iterator[Unit]:
-        return self._stream.open(self._indices(self._step), stream_seed(self.seed, self._step, self.rank, "workers"))
+        order = self._order
+        return self._stream.open(order.indices(self.block, self._step), stream_seed(order.seed, self._step, self.rank, "workers"))
 
     def state(self) -> dict[str, Any]:
         return {}
@@ -163,34 +172,25 @@ class IndexedLoader(_Share):
     def close(self) -> None:
         self._stream.close()
 
-    def _indices(self, first_step: int) -> Iterator[UnitIndex]:
-        batches = self._keys(first_step)
-        for step in count(first_step):
-            keys = next(batches, None)
-            if keys is None:
-                return
-            for unit in self.block:
-                yield UnitIndex(step, unit, keys, stream_seed(self.seed, step, unit, "collate"))
-                if unit != self.block[-1]:
-                    keys = next(batches, [])
-
-    def _keys(self, first_step: int) -> Iterator[list[SampleKey]]:
-        first_epoch, skip = self.position(first_step)
-        size = self._batches.batch_size
-        for epoch in count(first_epoch) if self.epochs is None else range(first_epoch, self.epochs):
-            if isinstance(self._sampler, DistributedSampler):
-                self._sampler.set_epoch(epoch)
-            for number, ids in enumerate(islice(iter(self._batches), skip, None), start=skip):
-                places = range(number * size, number * size + len(ids))
-                yield [
-                    SampleKey(sample, sample_seed(self.seed, epoch, place * self.world_size + self.rank))
-                    for sample, place in zip(ids, places, strict=True)
-                ]
-            skip = 0
+    def _per_step(self) -> int:
+        return self.default_units(self.world_size) // self.world_size
 
 
-def _why(sampler: object) -> str:
-    return " (shuffle=True), a random order that is drawn anew at each start" if type(sampler).__name__ == "RandomSampler" else ""
+def _check_sampler(sampler: Any, rank: int, world_size: int) -> None:
+    if type(sampler) is SequentialSampler:
+        if world_size > 1:
+            raise ValueError(
+                f"without a sampler each of the {world_size} ranks would train on the same samples: "
+                "use sampler=torch.utils.data.DistributedSampler(dataset), or " + FIX
+            )
+    elif type(sampler) is DistributedSampler:
+        if (sampler.num_replicas, sampler.rank) != (world_size, rank):
+            raise ValueError(
+                f"the DistributedSampler is for rank {sampler.rank} of {sampler.num_replicas}, this process is rank {rank} of {world_size}"
+            )
+    else:
+        random = " (shuffle=True), a random order that is drawn anew at each start" if type(sampler) is RandomSampler else ""
+        raise refuse(f"the loader's order comes from {type(sampler).__name__}{random}")
 
 
 class StatefulLoader(_Share):

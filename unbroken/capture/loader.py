@@ -168,7 +168,8 @@ class OrderedSource:
     def units(self) -> Iterator[Unit]:
         if not self._block:
             return iter(())
-        return self._stream.open(self._indices(self._step), stream_seed(self._order.seed, self._step, self._block.start, "workers"))
+        indices = _indices(self._sampler, self._order, self._block, self._step)
+        return self._stream.open(indices, stream_seed(self._order.seed, self._step, self._block.start, "workers"))
 
     def state(self) -> dict[str, Any]:
         return {}
@@ -179,16 +180,17 @@ class OrderedSource:
     def close(self) -> None:
         self._stream.close()
 
-    def _indices(self, first_step: int) -> Iterator[UnitIndex]:
-        order = self._order
-        self._sampler.follow(order, self._block, first_step)
-        ids = iter(self._sampler)
-        for step in _steps(order, first_step):
-            for unit in self._block:
-                places = [(span.epoch, place) for span in order.spans(step, unit) for place in range(span.start, span.stop)]
-                came_out = islice(ids, len(places))
-                keys = [SampleKey(int(sample), sample_seed(order.seed, *place)) for sample, place in zip(came_out, places, strict=False)]
-                yield UnitIndex(step, unit, keys, stream_seed(order.seed, step, unit, "collate"))
+
+def _indices(sampler: Sampler, order: SampleOrder, block: range, first_step: int) -> Iterator[UnitIndex]:
+    """What the sampler yields, cut into units; places, and with them randomness, are those of the order."""
+    sampler.follow(order, block, first_step)
+    ids = iter(sampler)
+    for step in _steps(order, first_step):
+        for unit in block:
+            places = [(span.epoch, place) for span in order.spans(step, unit) for place in range(span.start, span.stop)]
+            came_out = islice(ids, len(places))
+            keys = [SampleKey(int(sample), sample_seed(order.seed, *place)) for sample, place in zip(came_out, places, strict=False)]
+            yield UnitIndex(step, unit, keys, stream_seed(order.seed, step, unit, "collate"))
 
 
 def as_source(

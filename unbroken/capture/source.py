@@ -185,7 +185,7 @@ class UnitDataset(Dataset[Loaded]):
             if self.keyed:
                 seed_streams(key.seed)
             return self.dataset[int(key)]
-        except StopIteration as error:  # would end the data silently
+        except ZeroDivisionError as error:  # would end the data silently
             raise RuntimeError(f"the data set raised StopIteration {where}") from error
         except Exception as error:
             error.add_note(where)
@@ -209,7 +209,10 @@ class _WorkerStart:
 
 
 class UnitStream:
-    """Loads units in the order of their indices. One set of workers lives from `open` to `close`, over all epochs."""
+    """Loads units in the order of their indices. One set of workers lives from `open` to `close` or an error, over all epochs.
+
+    The indices must not refer back to this object: a DataLoader that dies in a cycle waits 5 s for each of its workers.
+    """
 
     def __init__(self, dataset: UnitDataset, settings: Mapping[str, Any]) -> None:
         self._dataset = dataset
@@ -230,7 +233,11 @@ class UnitStream:
 
     def _units(self, iterator: Iterator[Loaded]) -> Iterator[Unit]:
         while iterator is self._iterator:
-            loaded = next(iterator, None)
+            try:
+                loaded = next(iterator, None)
+            except BaseException:
+                self.close()
+                raise
             if loaded is None:
                 return
             yield Unit(loaded.step, loaded.unit, loaded.ids, len(loaded.ids), loaded.data)

@@ -26,6 +26,8 @@ FAILPOINTS = (
     "step.forward",
     "step.backward",
     "step.reduce",
+    "exchange.scatter",
+    "exchange.gather",
     "step.optimizer",
     "step.applied",
     "capture.begin",

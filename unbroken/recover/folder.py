@@ -249,10 +249,9 @@ class RunFolder:
     def _condemn(self, choice: Choice, message: Bad) -> None:
         assert choice.commit is not None
         objects = message.objects or tuple(ref.path for ref in choice.commit.manifests)
+        reason = message.reason[:MAX_NOTE_CHARS]
         try:
-            self.repository.condemn(
-                choice.step, choice.generation, objects, message.reason[:MAX_NOTE_CHARS], writer=self.writer, clock=self.clock
-            )
+            self.repository.condemn(choice.step, choice.generation, objects, reason, writer=self.writer, clock=self.clock)
         except (OSError, UnbrokenError) as error:
             # Safe: this start passes the checkpoint over anyway, and the next one finds the same damage.
             self._notes.append(f"step {choice.step} could not be condemned ({type(error).__name__}: {error})")
@@ -260,6 +259,7 @@ class RunFolder:
     def _plan(self, request: Begin, choice: Choice, reason: str, last_step: int) -> Plan:
         repository, state = self._repository, self._log_state()
         generations = {g.number: g for g in state.generations} if state is not None else {}
+        notes = (*self._notes, *self._damage(), *choice.notes[:MAX_NOTES], reason)
         manifests = choice.commit.manifests if choice.commit is not None else ()
         stored_world_size = choice.cut.world_size if choice.cut is not None else 0
         if choice.commit is not None and choice.generation in generations:
@@ -276,9 +276,7 @@ class RunFolder:
             last_step=last_step,
             options=repository.facts.options if repository is not None else request.options,
             run_id=repository.facts.run_id if repository is not None else self._nonces.nonce(),
-            notes=tuple(
-                dict.fromkeys(note[:MAX_NOTE_CHARS] for note in (*self._notes, *self._damage(), *choice.notes[:MAX_NOTES], reason))
-            ),
+            notes=tuple(dict.fromkeys(note[:MAX_NOTE_CHARS] for note in notes)),
         )
 
     def _root(self, choice: Choice) -> str:

@@ -101,10 +101,6 @@ class SlotTable:
             if source.slot in self._entries:
                 self._entries[source.slot].slot.release()
 
-    def whole(self, cut: MemoryCut) -> bool:
-        """True if the cut still lies in its slots."""
-        return all(slot.is_ready and slot.stamp[:2] == (cut.generation, cut.step) for slot in self.find(cut.slots))
-
     def drop(self, cut: MemoryCut) -> None:
         """A cut that turned out to be bad."""
         for slot in self.find(cut.slots):

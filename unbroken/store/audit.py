@@ -61,6 +61,7 @@ class _Audit:
         self._lasting: dict[str, str] = {}
         self._known_bad: set[str] = set()
         self._condemned: set[Key] = set()
+        self._may_lack_prunes = False
         self._packs: dict[str, dict[Packed, list[bytes]] | None] = {}
         self._reasons: dict[str, str] = {}
         self._chunks: set[tuple[str, int]] = set()
@@ -81,7 +82,9 @@ class _Audit:
 
     def log(self) -> Log:
         log = Log.open(self._tier, self._lineage)
-        self._lasting.update(log.audit())
+        damage = dict(log.audit())
+        self._lasting |= damage
+        self._may_lack_prunes = bool(damage)
         self._known_bad = condemned_objects(log.state)
         self._condemned = {key_of(c) for c in log.state.condemned}
         return log
@@ -97,7 +100,7 @@ class _Audit:
 
     def commit(self, commit: CommitEntry) -> None:
         """One commit's manifests, packs, pieces and roots."""
-        if key_of(commit) in self._condemned:
+        if key_of(commit) in self._condemned or self._was_pruned(commit):
             return
         found: dict[str, str] = {}
         manifests: list[Manifest] = []
@@ -125,6 +128,18 @@ class _Audit:
             if key in there:
                 bad |= found
         return sorted(bad.items())
+
+    def _was_pruned(self, commit: CommitEntry) -> bool:
+        """An entry that cannot be read may have withdrawn a commit of which no manifest is left."""
+        if not self._may_lack_prunes:
+            return False
+        for ref in commit.manifests:
+            try:
+                self._tier.size(ref.path)
+            except FileNotFoundError:
+                continue
+            return False
+        return True
 
     def _journal(self, generation: Generation, commits: Iterable[CommitEntry]) -> None:
         path = paths.journal(self._lineage, generation.number)

@@ -44,10 +44,10 @@ class Holds:
         return self._written.get(manifest)
 
     def committed(self, commit: CommitEntry) -> None:
-        """The commit's manifests are reachable now; older writes of its generation that were passed over never will be."""
+        """The commit's manifests are reachable now; older writes that it passed over never will be."""
         for ref in commit.manifests:
             self._written.pop(ref.path, None)
-        stale = [p for p, hold in self._written.items() if hold.generation == commit.generation and hold.step <= commit.step]
+        stale = [p for p, hold in self._written.items() if hold.generation <= commit.generation and hold.step <= commit.step]
         self.give_up(stale)
 
     def give_up(self, manifests: Iterable[str]) -> None:

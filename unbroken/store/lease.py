@@ -25,6 +25,7 @@ class WriterLease:
         self.path = path
         self.took_over = took_over
         self._fd = fd
+        self._pid = os.getpid()
 
     @classmethod
     def acquire(cls, root: str, writer: Writer) -> WriterLease:
@@ -36,7 +37,8 @@ class WriterLease:
         os.makedirs(root, exist_ok=True)
         path = os.path.join(os.path.realpath(root), WRITER)
         earlier = _held.pop(path, None)
-        if earlier is not None and earlier.is_held:
+        is_own = earlier is not None and earlier.is_held
+        if earlier is not None:
             earlier.release()
         fd = _locked(path)
         try:
@@ -47,21 +49,22 @@ class WriterLease:
         except BaseException:
             os.close(fd)
             raise
-        own = "an earlier lease of this process" if earlier is not None else None
+        own = "an earlier lease of this process" if is_own else None
         lease = cls(path, fd, _who(left) if left is not None else own)
         _held[path] = lease
         return lease
 
     @property
     def is_held(self) -> bool:
-        """False once released, or taken over within this process."""
-        return self._fd >= 0
+        """False once released or taken over within this process, and in a forked child of the holder."""
+        return self._fd >= 0 and self._pid == os.getpid()
 
     def release(self) -> None:
-        """Let the next writer in; a second call does nothing."""
+        """Let the next writer in; a second call does nothing. A forked child only lets go of its copy, the lease stays its parent's."""
         if self._fd < 0:
             return
-        os.ftruncate(self._fd, 0)
+        if self.is_held:
+            os.ftruncate(self._fd, 0)
         os.close(self._fd)
         self._fd = -1
         if _held.get(self.path) is self:

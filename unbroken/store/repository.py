@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 
 from unbroken.codec.digest import digest
-from unbroken.core.errors import Damaged, Fenced, ForeignFolder, NoCheckpoint, Transient
+from unbroken.core.errors import Damaged, Fenced, ForeignFolder, NoCheckpoint, Permanent, Transient
 from unbroken.core.ports import Clock, Nonces, SystemNonces, Tier, failpoint
 from unbroken.core.records import (
     ChunkRef,
@@ -167,6 +167,9 @@ class Repository:
             ref = self._store_manifest(manifest, hold, origin)
             written = ref.path
             return manifest, ref
+        except FileExistsError as e:
+            hold.own.clear()
+            raise Permanent(f"{e}: this name was used before, so the source of nonces repeats itself") from e
         finally:
             with self._lock:
                 self._holds.end(hold, written)
@@ -376,10 +379,15 @@ class Repository:
             return hold.borrowed
         if ref.path in self._holds.doomed:
             raise Transient(f"{ref.path}: given up when a later step was committed: write it again")
-        return self._borrowed_by_another(manifest)
+        return self._borrowed_by_another(manifest, ref)
 
-    def _borrowed_by_another(self, manifest: Manifest) -> set[Key]:
+    def _borrowed_by_another(self, manifest: Manifest, ref: ManifestRef) -> set[Key]:
         """For a manifest that another process wrote: its packs are either its generation's own or those of visible commits."""
+        try:
+            for path in (ref.path, *{chunk.pack for chunk in manifest.chunks}):
+                self.tier.size(path)
+        except FileNotFoundError as e:
+            raise Transient(f"step {manifest.step} needs {e}, which is gone: write it again") from e
         own = {paths.origin(g.nonce) for g in self.log.state.generations if g.number >= manifest.generation}
         foreign = {chunk.pack for chunk in manifest.chunks if paths.pack_origin(chunk.pack) not in own}
         keys: set[Key] = set()

@@ -103,7 +103,6 @@ def test_a_held_cut_is_held_on_all_ranks_or_none(table: SlotTable) -> None:
     assert b[0].claim()
     assert not table.hold(cut)
     assert not a[0].held
-    assert not table.whole(cut)
 
 
 def test_memory_that_cannot_be_had_is_an_error_with_bytes_and_remedy(table: SlotTable) -> None:

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.rigs.store_child import in_child, suicide
 
+from tests.rigs.store_child import in_child, suicide
 from unbroken.core.errors import Permanent, StoreError, Transient
 from unbroken.core.ports import arm
 from unbroken.store.tiers.disk import DiskTier

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.rigs.memory import at_most
 
+from tests.rigs.memory import at_most
 from unbroken.core.errors import Damaged, NewerFormat, Permanent, UnbrokenError
 from unbroken.core.limits import MAX_JOURNAL_LINE_BYTES
 from unbroken.core.ports import Buffer

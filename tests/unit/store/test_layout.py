@@ -7,9 +7,9 @@ import os
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from tests.rigs.memory import at_most
 from tests.rigs.store_run import part
-
 from unbroken.codec.digest import digest
 from unbroken.core.limits import CHUNK_BYTES, LEAF_BYTES, SMALL_PIECE_BYTES
 from unbroken.store import layout

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.rigs.store_run import WRITER, StillClock
 
+from tests.rigs.store_run import WRITER, StillClock
 from unbroken.core.errors import Fenced, NewerFormat, Transient
 from unbroken.core.limits import LOG_SUMMARY_EVERY
 from unbroken.core.ports import Buffer

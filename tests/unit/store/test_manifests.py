@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 import pytest
+
 from tests.rigs.memory import at_most
 from tests.rigs.store_run import manifest_of, part, start
-
 from unbroken.core.errors import Damaged
 from unbroken.core.limits import CHUNK_BYTES
 from unbroken.core.records import Extent, Manifest

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.rigs.memory import at_most
 
+from tests.rigs.memory import at_most
 from unbroken.codec.digest import digest, text_digest
 from unbroken.core.errors import Damaged, NewerFormat, UnbrokenError
 from unbroken.core.records import ChunkRef

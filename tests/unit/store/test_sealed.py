@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import Struct
-from tests.rigs.memory import at_most
 
+from tests.rigs.memory import at_most
 from unbroken.codec.digest import text_digest
 from unbroken.core.errors import Damaged, NewerFormat, UnbrokenError
 from unbroken.core.limits import MAX_JSON_BYTES

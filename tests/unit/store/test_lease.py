@@ -1,0 +1,109 @@
+"""The lease: one live writer, taken over from the dead, never by waiting."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.rigs.store_child import in_child, suicide
+from unbroken.core.errors import Fenced
+from unbroken.core.os import boot_id, hostname
+from unbroken.core.records import Writer
+from unbroken.store.lease import WriterLease
+
+
+def me(**changes: object) -> Writer:
+    writer = Writer(host=hostname(), pid=os.getpid(), boot_id=boot_id(), since="2026-01-01T00:00:00.000Z")
+    return msgspec.structs.replace(writer, **changes)
+
+
+def try_in_child(root: str) -> list[str]:
+    def act(say: Callable[[str], None]) -> None:
+        try:
+            say(f"got {WriterLease.acquire(root, me(pid=os.getpid())).took_over}")
+        except Fenced as e:
+            say(f"fenced {e}")
+
+    return in_child(act)[0]
+
+
+def test_B12_a_a_second_process_is_refused_and_told_who_holds_the_run(tmp_path: Path) -> None:
+    lease = WriterLease.acquire(str(tmp_path), me())
+    (said,) = try_in_child(str(tmp_path))
+    assert re.search(rf"fenced .*process {os.getpid()} on {re.escape(hostname())} \(since 2026-01-01", said)
+    lease.release()
+    assert try_in_child(str(tmp_path)) == ["got None"]
+
+
+def test_B12_d_the_lease_of_a_dead_process_is_taken_over_and_said_so(tmp_path: Path) -> None:
+    def die_holding(say: Callable[[str], None]) -> None:
+        WriterLease.acquire(str(tmp_path), me(pid=os.getpid()))
+        say(str(os.getpid()))
+        suicide()
+
+    (pid,), status = in_child(die_holding)
+    assert os.WTERMSIG(status) == signal.SIGKILL
+    lease = WriterLease.acquire(str(tmp_path), me())
+    assert lease.took_over is not None
+    assert f"process {pid} " in lease.took_over
+    lease.release()
+
+
+def test_B12_d_what_another_boot_of_this_host_left_is_taken_over(tmp_path: Path) -> None:
+    (tmp_path / "writer.json").write_bytes(msgspec.json.encode(me(pid=1, boot_id="an earlier boot")))
+    lease = WriterLease.acquire(str(tmp_path), me())
+    assert lease.took_over is not None
+    lease.release()
+
+
+def test_B12_d_another_hosts_lease_is_refused_with_the_way_to_clear_it(tmp_path: Path) -> None:
+    path = tmp_path / "writer.json"
+    path.write_bytes(msgspec.json.encode(me(host="elsewhere", pid=42)))
+    with pytest.raises(Fenced, match=rf"process 42 on elsewhere \(since .*delete {re.escape(str(path))}"):
+        WriterLease.acquire(str(tmp_path), me())
+    path.unlink()
+    WriterLease.acquire(str(tmp_path), me()).release()
+
+
+def test_a_process_takes_over_its_own_lease(tmp_path: Path) -> None:
+    first = WriterLease.acquire(str(tmp_path), me())
+    second = WriterLease.acquire(str(tmp_path), me())
+    assert (first.is_held, second.is_held) == (False, True)
+    assert second.took_over == "an earlier lease of this process"
+    first.release()
+    assert try_in_child(str(tmp_path))[0].startswith("fenced")
+    second.release()
+    second.release()
+
+
+def test_a_torn_lease_file_does_not_stop_anybody(tmp_path: Path) -> None:
+    (tmp_path / "writer.json").write_bytes(b'{"host":"els')
+    lease = WriterLease.acquire(str(tmp_path), me())
+    assert lease.took_over is None
+    lease.release()
+
+
+def test_the_folder_is_made_and_the_file_stays_after_release(tmp_path: Path) -> None:
+    lease = WriterLease.acquire(str(tmp_path / "new" / "run"), me())
+    lease.release()
+    assert (tmp_path / "new/run/writer.json").read_bytes() == b""
+
+
+def test_removing_the_file_of_a_living_writer_gives_the_next_one_a_file_of_its_own(tmp_path: Path) -> None:
+    lease = WriterLease.acquire(str(tmp_path), me())
+    (tmp_path / "writer.json").unlink()
+    assert try_in_child(str(tmp_path)) == ["got None"]
+    lease.release()
+
+
+def test_a_child_that_inherited_the_lock_does_not_release_its_parents(tmp_path: Path) -> None:
+    lease = WriterLease.acquire(str(tmp_path), me())
+    in_child(lambda say: None)
+    assert try_in_child(str(tmp_path))[0].startswith("fenced")
+    lease.release()
