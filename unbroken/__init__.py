@@ -5,26 +5,27 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from unbroken.capture.loader import Batches, Sampler, keyed
-    from unbroken.checkpoints import Archive, Store, open
-    from unbroken.core.errors import (
-        CheckFailed,
-        Damaged,
-        Fenced,
-        ForeignFolder,
-        GaveUp,
-        LayoutMismatch,
-        MissingExtra,
-        NewerFormat,
-        NoCheckpoint,
-        Permanent,
-        Refused,
-        SaveFailed,
-        StoreError,
-        Transient,
-        UnbrokenError,
-    )
-    from unbroken.session import Run
+    from unbroken.capture.loader import Batches as Batches
+    from unbroken.capture.loader import Sampler as Sampler
+    from unbroken.capture.loader import keyed as keyed
+    from unbroken.checkpoints import Store as Store
+    from unbroken.checkpoints import open as open
+    from unbroken.core.errors import CheckFailed as CheckFailed
+    from unbroken.core.errors import Damaged as Damaged
+    from unbroken.core.errors import Fenced as Fenced
+    from unbroken.core.errors import ForeignFolder as ForeignFolder
+    from unbroken.core.errors import GaveUp as GaveUp
+    from unbroken.core.errors import LayoutMismatch as LayoutMismatch
+    from unbroken.core.errors import MissingExtra as MissingExtra
+    from unbroken.core.errors import NewerFormat as NewerFormat
+    from unbroken.core.errors import NoCheckpoint as NoCheckpoint
+    from unbroken.core.errors import Permanent as Permanent
+    from unbroken.core.errors import Refused as Refused
+    from unbroken.core.errors import SaveFailed as SaveFailed
+    from unbroken.core.errors import StoreError as StoreError
+    from unbroken.core.errors import Transient as Transient
+    from unbroken.core.errors import UnbrokenError as UnbrokenError
+    from unbroken.session import Run as Run
 
 __version__ = "0.1.0"
 

@@ -92,6 +92,7 @@ class Run:
         )
         self._device = _device_of(parts.models)
         _refuse_sync_batch_norm(parts.models)
+        _refuse_metric_schedulers(parts.schedulers)
         self._source: Source = as_source(data, units=self._config.units)
         self._seed = self._config.seed if self._config.seed is not None else int(self._source.facts().get("seed") or 0)
         self._stop = StopRequest()
@@ -99,14 +100,20 @@ class Run:
         self._stack = Stack(parts, self._streams)
         self._scaler = scaler
         self._closed = False
-        self._open()
+        self._exchange = Exchange(self._device)
+        self._link_or_none: Link | None = None
+        try:
+            self._open()
+        except BaseException:
+            self._let_go()
+            raise
 
     # -- life ---------------------------------------------------------------------------------------------------------------
 
     def _open(self) -> None:
         _tell_launcher(self._directory)
-        join_world(self._device)
-        self._exchange = Exchange(self._device)
+        if join_world(self._device):
+            self._exchange = Exchange(self._device)
         if self._config.reduce == "ring":
             require_fixed_buckets(self._stack.parts.models, self._exchange.world_size)
         self._exchange.connect(f"start/{environment('TORCHELASTIC_RESTART_COUNT', '0')}")
@@ -119,7 +126,7 @@ class Run:
             resume=self._config.resume,
             options=self._birth_facts(),
         )
-        self._link: Link = start.connect()
+        self._link_or_none = start.connect()
         self._stop.install()
         self._moments["rendezvous"] = self._clock.monotonic()
         self._plan = start.load(self._link, start.plan(self._link), self._adopt)
@@ -158,6 +165,7 @@ class Run:
         self.loss = float("nan")
         arm_from_environment(rank, self._plan.generation, lambda: self._link.ask(Status(), StatusReply)[0].phase)
         position[:] = [self._counters.step + 1, self._plan.generation]
+        self._streams_at_start: dict[str, Any] | None = self._streams.read()
         self._moments["align"] = self._clock.monotonic()
         atexit.register(self._at_exit)
 
@@ -175,11 +183,16 @@ class Run:
                 self._snapshot(milestone=False, wait_s=DRAIN_TIMEOUT_S)
             self._flush()
         finally:
-            self._source.close()
             self._snapshots.close()
-            self._link.close()
-            self._exchange.abandon()
-            self._stop.remove()
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Give back what a failed start or an ended run holds."""
+        self._source.close()
+        if self._link_or_none is not None:
+            self._link_or_none.close()
+        self._exchange.abandon()
+        self._stop.remove()
 
     def __enter__(self) -> Run:
         return self
@@ -199,11 +212,19 @@ class Run:
                 self._link.wait_for_step(self._unconfirmed, DRAIN_TIMEOUT_S)
         except SaveFailed as error:
             warnings.warn(f"{error}; older checkpoints are untouched", SaveWarning, stacklevel=3)
+        if self._link.superseded and self._exchange.rank == 0:
+            count = len(self._link.superseded)
+            print(f"unbroken: {count} snapshots stayed in memory only: writing takes longer than the interval", file=sys.stderr)
         if self._link.failures and self._exchange.rank == 0:
             steps = ", ".join(str(f.step) for f in self._link.failures)
             print(f"unbroken: checkpoints that were not saved: steps {steps} (first: {self._link.failures[0].text})", file=sys.stderr)
 
     # -- the loop -----------------------------------------------------------------------------------------------------------
+
+    @property
+    def _link(self) -> Link:
+        assert self._link_or_none is not None, "the run has not been opened"
+        return self._link_or_none
 
     @property
     def completed(self) -> int:
@@ -214,6 +235,10 @@ class Run:
         """Yield the batch of the next step until the data or `total_steps` end; asking for the next one is the step's boundary."""
         if self._closed:
             raise RuntimeError("this run is closed; make a new Run to go on")
+        if self._streams_at_start is not None:
+            # whatever the script drew or seeded since Run() was made (warm-up, sanity check) must not move the run
+            self._streams.write(self._streams_at_start)
+            self._streams_at_start = None
         self._boundary()
         while not self._at_end():
             if self._outcome is not False:
@@ -440,7 +465,7 @@ class Run:
         topology = facts.topology(self._exchange.rank, self._exchange.world_size, self._plan.generation)
         return {
             "/model/structure": (self._stack.structure(), "compared", "logical", "framework"),
-            "/options": (self._plan.options, "compared", "logical", "scheduling"),
+            "/options": (self._plan.options, "recorded", "logical", "scheduling"),
             "/environment": (environment_facts, "compared", "rank", "hardware"),
             "/hardware": (facts.hardware(self._device), "recorded", "rank", "hardware"),
             "/topology": (topology, "recorded", "rank", "scheduling"),
@@ -499,6 +524,15 @@ def _refuse_sync_batch_norm(models: Mapping[str, nn.Module]) -> None:
                     f"{name or 'the model'} is SyncBatchNorm, whose result depends on which ranks compute a step; "
                     "use BatchNorm, whose buffers Run averages over units, or GroupNorm"
                 )
+
+
+def _refuse_metric_schedulers(schedulers: Mapping[str, Any]) -> None:
+    for scheduler in schedulers.values():
+        if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            raise TypeError(
+                "ReduceLROnPlateau needs a metric at each step, which only your loop knows: pass it as extras={'plateau': scheduler} "
+                "and call its step(metric) yourself after run.step(); its state is saved with the run"
+            )
 
 
 def _tell_launcher(directory: str) -> None:

@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
-import shutil
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.rigs.fake_trainer import FakeJob, hang_up, kill, status
+from tests.rigs.fake_trainer import FakeJob, daemon_pid, hang_up, kill, open_run, run_folder
 from unbroken.core import messages as m
-from unbroken.store.repository import Repository
-from unbroken.store.tiers.disk import DiskTier
 
 NUM_KILLS = 8
 
 
 @pytest.fixture
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    runtime = tempfile.mkdtemp(prefix="ub", dir="/tmp")
-    monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)
-    yield str(tmp_path / "run")
-    hang_up()
-    with contextlib.suppress(ConnectionError):
-        kill(status(str(tmp_path / "run")).facts["pid"])
-    shutil.rmtree(runtime)
+    with run_folder(tmp_path, monkeypatch) as folder:
+        yield folder
 
 
 def train_until(job: FakeJob, end_s: float) -> int:
@@ -58,10 +48,10 @@ def test_I1_I9_what_was_called_committed_survives_a_kill_at_any_moment(directory
         assert plan.step >= promised
         assert plan.source == "disk" or promised == -1
         promised = max(promised, train_until(job, time.monotonic() + rng.uniform(0.05, 0.5)))
-        kill(status(directory).facts["pid"])
+        kill(daemon_pid(directory))
         hang_up()
     assert promised > 0
-    report = Repository.open(DiskTier(directory)).verify()
+    report = open_run(directory).verify()
     assert report.ok, report.bad
 
 

@@ -51,6 +51,7 @@ def test_I13_the_demo_is_certified_exact_on_three_ranks(tmp_path: Path) -> None:
     certificate = certify(interrupted, against=reference)
     assert (certificate.grade, certificate.superseded_equal) == ("exact", True)
     assert len(certificate.condemned) >= 1
+    assert certificate.differences == []
 
 
 @pytest.mark.slow

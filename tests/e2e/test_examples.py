@@ -90,6 +90,7 @@ def test_the_example_is_short() -> None:
     assert len(Path(SCRIPT).read_text().splitlines()) <= 60
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_I13_one_state_root_however_it_is_launched_and_killed(launcher: str, reference: str, tmp_path: Path) -> None:
     whole = tmp_path / "whole"

@@ -286,6 +286,14 @@ def test_usage_errors_end_with_2_and_say_what_is_wrong(tmp_path: Path, flags: li
     assert "Traceback" not in done.stderr
 
 
+def test_a_grace_that_is_no_number_is_a_usage_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNBROKEN_GRACE_S", "nan")
+    (tmp_path / "toy.py").touch()
+    done = _run(tmp_path, "toy.py")
+    assert done.returncode == 2
+    assert "UNBROKEN_GRACE_S is 'nan'" in done.stderr
+
+
 def test_help_lists_torchruns_flags(tmp_path: Path) -> None:
     done = _run(tmp_path, "--help")
     assert done.returncode == 0

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
+import pytest
+
 from unbroken.core import messages as m
-from unbroken.core.records import Piece, Placed, SlotIndex, StepRecord
+from unbroken.core.records import EventRecord, Piece, Placed, Record, SlotIndex, StepRecord
 from unbroken.shm.channel import Channel, connect, daemon_environment
 from unbroken.shm.slots import Slot, pick, slot_bytes
+from unbroken.store.journal import read_journal
+from unbroken.store.repository import Repository
+from unbroken.store.tiers.disk import DiskTier
 
 WAIT_S = 20.0
 
@@ -134,9 +142,15 @@ class FakeRank:
 
     def journal(self, first: int, last: int) -> None:
         """Step records of steps `first` to `last`."""
-        clock = lambda step: ((self.generation, step, self.world_size),)  # noqa: E731
         records = tuple(
-            StepRecord(step=step, units=("0" * 32,), num_samples=1, loss="0" * 16, clock=clock(step), time_s=0.0)
+            StepRecord(
+                step=step,
+                units=("0" * 32,),
+                num_samples=1,
+                loss="0" * 16,
+                clock=((self.generation, step, self.world_size),),
+                time_s=0.0,
+            )
             for step in range(first, last + 1)
         )
         self.send(m.Journal(generation=self.generation, records=records))
@@ -269,3 +283,45 @@ def prepared_daemon(directory: str, prepare: str) -> Iterator[int]:
     finally:
         process.kill()
         process.wait()
+
+
+@contextlib.contextmanager
+def run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A run folder that does not exist yet; whatever daemon serves it is gone afterwards. Sockets need a short path of their own."""
+    runtime = tempfile.mkdtemp(prefix="ub", dir="/tmp")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)
+    folder = str(tmp_path / "run")
+    yield folder
+    hang_up()
+    with contextlib.suppress(ConnectionError):
+        kill(daemon_pid(folder))
+    shutil.rmtree(runtime)
+
+
+def daemon_pid(directory: str) -> int:
+    pid = status(directory).facts["pid"]
+    assert isinstance(pid, int)
+    return pid
+
+
+def open_run(directory: str) -> Repository:
+    return Repository.open(DiskTier(directory))
+
+
+def steps(directory: str) -> list[int]:
+    return [commit.step for commit in open_run(directory).visible()]
+
+
+def journal_of(directory: str, generation: int) -> list[Record]:
+    repository = open_run(directory)
+    nonce = next(g.nonce for g in repository.log.state.generations if g.number == generation)
+    return [line.record for line in read_journal(repository.tier, "main", generation, nonce)]
+
+
+def events_of(directory: str, generation: int) -> dict[str, EventRecord]:
+    return {record.name: record for record in journal_of(directory, generation) if isinstance(record, EventRecord)}
+
+
+def shut(directory: str) -> None:
+    """End the daemon in order, so that everything is on disk."""
+    kill(daemon_pid(directory), signal.SIGTERM)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from unbroken.codec.digest import text_digest
@@ -13,6 +13,7 @@ from unbroken.core.ports import Nonces, Tier
 from unbroken.core.records import CommitEntry, Generation, Manifest, Piece, RootRecord, RunFacts, Writer
 from unbroken.store.journal import JournalWriter
 from unbroken.store.repository import Part, Repository
+from unbroken.store.tiers.memory import MemoryTier
 
 WRITER = Writer(host="host", pid=7, boot_id="boot", since="2026-01-01T00:00:00.000Z")
 FACTS = RunFacts(run_id="run", created="2026-01-01T00:00:00.000Z", options={"units": 4, "seed": 7})
@@ -178,3 +179,20 @@ def objects_of(repository: Repository, commits: Iterable[CommitEntry]) -> set[st
         for ref, manifest in zip(commit.manifests, repository.manifests(commit), strict=True):
             found |= {ref.path, *(chunk.pack for chunk in manifest.chunks)}
     return found
+
+
+def steps(tier: Tier) -> list[int]:
+    """The steps that a newcomer sees."""
+    return [commit.step for commit in Repository.open(tier).visible()]
+
+
+def with_objects(tier: MemoryTier, changes: Mapping[str, bytes | None]) -> MemoryTier:
+    """A copy in which these objects are replaced, or gone (None)."""
+    objects = {**dict(tier.snapshot()), **changes}
+    return MemoryTier(tuple((path, data) for path, data in objects.items() if data is not None))
+
+
+def flipped(tier: MemoryTier, path: str, at: int = 200) -> MemoryTier:
+    """A copy in which one bit of one object is another."""
+    raw = tier.read(path)
+    return with_objects(tier, {path: raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :]})

@@ -21,6 +21,7 @@ import unbroken
 from tests.rigs.states import s, whole
 from unbroken.checkpoints import CheckpointWarning, Store
 from unbroken.core.errors import Damaged, Fenced, NoCheckpoint, SaveFailed, UnbrokenError
+from unbroken.core.ports import arm
 from unbroken.core.records import Writer
 
 DEADLINE_S = 30.0
@@ -111,8 +112,6 @@ def test_B01_d_left_over_temporary_names_are_ignored_and_removed(copy: tuple[Pat
     folder, _ = copy
     child = os.fork()
     if child == 0:
-        from unbroken.core.ports import arm
-
         arm("store.create.before_link", lambda: os.kill(os.getpid(), signal.SIGKILL))
         Store(folder).save(40, s(40), wait=True)
         os._exit(0)
@@ -332,6 +331,47 @@ def test_B12_a_a_second_job_is_refused_by_name_and_every_load_is_of_one_job(tmp_
     store.close()
 
 
+def test_B12_a_a_reader_is_not_alarmed_by_a_save_under_way(copy: tuple[Path, dict[int, list[str]]]) -> None:
+    folder, ready, go_on = copy[0], os.pipe(), os.pipe()
+
+    def slow() -> None:
+        def strike() -> None:
+            os.write(ready[1], b"x")
+            os.read(go_on[0], 1)
+
+        arm("saving.before_commit", strike)
+        with Store(folder) as store:
+            store.save(40, s(40))
+
+    writing = forked(slow)
+    assert os.read(ready[0], 1) == b"x"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert whole(Store(folder).load()) == 30
+    os.write(go_on[1], b"x")
+    assert code(writing) == 0
+    assert whole(Store(folder).load()) == 40
+
+
+def test_I6_a_writer_whose_run_went_on_elsewhere_stays_fenced(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    old = Store(folder)
+    old.save(1, s(1), wait=True)
+
+    def elsewhere() -> None:
+        (folder / "writer.json").unlink()  # as a person does who believes the old writer gone
+        with Store(folder) as store:
+            store.save(2, s(2))
+
+    assert code(forked(elsewhere)) == 0
+    with pytest.raises(SaveFailed, match="Fenced"):
+        old.save(3, s(3), wait=True)
+    with pytest.raises(Fenced):
+        old.save(4, s(4), wait=True)
+    assert old.latest() == 2
+    old.close()
+
+
 def test_B12_c_a_folder_that_somebody_else_made_first_is_tolerated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("makedirs", "mkdir"):
         real, failed = getattr(os, name), []
@@ -399,8 +439,6 @@ def test_B12_the_same_process_takes_over_its_own_folder_and_the_older_store_is_f
 
 
 def test_I6_a_save_in_flight_of_the_older_store_does_not_become_visible(tmp_path: Path) -> None:
-    from unbroken.core.ports import arm
-
     folder = tmp_path / "run"
     old, new = Store(folder), Store(folder)
     old.save(1, s(1), wait=True)

@@ -182,6 +182,7 @@ def test_B07_a_wherever_it_fails_the_next_save_goes_on(place: str, folder: Path)
         assert store.latest() == 20 and whole(store.load()) == 20
     report = unbroken.open(folder).verify()
     assert report.ok and report.num_checkpoints == 1
+    assert unbroken.open(folder).steps()[0].generation > 0  # what a journal says of the failed attempts must not stand beside this
 
 
 def test_B07_b_killed_between_dispatch_and_finish(folder: Path) -> None:

@@ -185,7 +185,7 @@ class UnitDataset(Dataset[Loaded]):
             if self.keyed:
                 seed_streams(key.seed)
             return self.dataset[int(key)]
-        except ZeroDivisionError as error:  # would end the data silently
+        except StopIteration as error:  # would end the data silently
             raise RuntimeError(f"the data set raised StopIteration {where}") from error
         except Exception as error:
             error.add_note(where)

@@ -4,8 +4,8 @@
     /optimizer/groups  /optimizer/state  /scheduler  /scaler  /extras     restored, logical   framework
     /data  /counters                                                      restored, logical   scheduling
     /rng  /loader                                                         restored, per rank  framework, scheduling
-    /model/structure  /environment  /options                              compared            hardware, framework, scheduling
-    /topology  /layout                                                    recorded            hardware, scheduling
+    /model/structure  /environment                                        compared            framework, hardware
+    /hardware  /topology  /layout  /options                               recorded            hardware, scheduling
 
 Optimizer state is keyed by parameter name, so that it survives another order of registration. Where there is one model (optimizer,
 scheduler) its key is left out of the pointers.

@@ -134,7 +134,7 @@ def _run(command: Command, launch_file: str, say: Callable[[str], None]) -> Outc
         inbox=inbox,
         clock=clock,
         say=say,
-        grace_s=float(environment("UNBROKEN_GRACE_S", str(GRACE_S))),
+        grace_s=_grace_s(),
         num_nodes_max=config.max_nodes,
     )
     inbox.install()
@@ -158,6 +158,17 @@ def _run(command: Command, launch_file: str, say: Callable[[str], None]) -> Outc
         log_dir=None,
         directory=directory,
     )
+
+
+def _grace_s() -> float:
+    given = environment("UNBROKEN_GRACE_S", str(GRACE_S))
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise ValueError(f"UNBROKEN_GRACE_S is {given!r}: give a number of seconds, 0 or more")
+    return seconds
 
 
 def _set_environment(launch_file: str) -> None:

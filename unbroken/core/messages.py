@@ -155,11 +155,15 @@ class Committed(Struct, frozen=True, kw_only=True, tag="committed"):
 
 
 class Failed(Struct, frozen=True, kw_only=True, tag="failed"):
-    """A snapshot will not become a checkpoint; training goes on. `text` keeps the cause's type and words."""
+    """A snapshot will not become a checkpoint; training goes on. `text` keeps the cause's type and words.
+
+    `superseded`: nothing went wrong, a newer snapshot overtook it while it was in memory only.
+    """
 
     step: int
     generation: int
     text: str
+    superseded: bool = False
 
 
 class Status(Struct, frozen=True, kw_only=True, tag="status"):

@@ -221,7 +221,7 @@ class Board:
                 self.write_events([EventRecord(name="memory_only", step=step, facts={"reason": text})])
                 self._set_fate(stamp, "superseded")
                 self._announced.discard(stamp)
-                self._tell(Failed(step=step, generation=generation, text=text))
+                self._tell(Failed(step=step, generation=generation, text=text, superseded=True))
 
     def _set_fate(self, stamp: Stamp, fate: str) -> None:
         self._fates[stamp] = fate

@@ -43,6 +43,7 @@ class Link:
         self._clock = clock
         self.committed: Committed | None = None
         self.failures: list[Failed] = []
+        self.superseded: list[int] = []
         self.lost: str | None = None
 
     @classmethod
@@ -98,6 +99,8 @@ class Link:
             for failure in self.failures:
                 if failure.step == step:
                     raise errors.SaveFailed(f"the checkpoint of step {step} was not saved: {failure.text}")
+            if step in self.superseded:
+                raise errors.SaveFailed(f"the checkpoint of step {step} was overtaken by a newer one before it was durable")
             if self.lost is not None:
                 raise errors.SaveFailed(f"the checkpoint of step {step} was not saved: {self.lost}")
             left = end - self._clock.monotonic()
@@ -136,6 +139,8 @@ class Link:
     def _note(self, message: Message) -> None:
         if isinstance(message, Committed):
             self.committed = message
+        elif isinstance(message, Failed) and message.superseded:
+            self.superseded.append(message.step)
         elif isinstance(message, Failed):
             self.failures.append(message)
             warnings.warn(f"checkpoint of step {message.step} not saved, training goes on: {message.text}", SaveWarning, stacklevel=4)

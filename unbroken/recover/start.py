@@ -62,6 +62,8 @@ class Start:
     notes: tuple[str, ...] = ()
     loader_state: dict[str, Any] = field(default_factory=dict)
     stored: Mapping[str, tuple[Piece, bytes]] = field(default_factory=dict)
+    _digests: dict[str, str] = field(default_factory=dict)
+    _own: bool = False
 
     def connect(self) -> Link:
         """Reach the daemon of this host; rank 0 starts it. Refused when the ranks are on several hosts."""
@@ -126,12 +128,11 @@ class Start:
 
     def open(self, link: Link, plan: Plan, items: list[Item]) -> str:
         """Prove that all ranks hold what was stored, then open the generation; the state root."""
-        root = self._agree_on_root(items)
+        live = {i.piece.pointer: (i.piece, digest(_bytes(i))) for i in items if i.piece.role == "restored"}
+        together(self.exchange, lambda: self._check_loaded(live))
+        root = self._agree_on_root(list(live.values()))
         if plan.state_root and plan.state_root != root:
-            raise CheckFailed(
-                f"the state loaded at step {plan.step} has root {root[:16]}, stored was {plan.state_root[:16]}: "
-                "an object changed its state while being loaded (a load_state_dict that casts or re-initialises)"
-            )
+            raise CheckFailed(f"the state loaded at step {plan.step} has root {root[:16]}, stored was {plan.state_root[:16]}")
         opened = Opened(generation=plan.generation, step=plan.step, loaded_root=root, differences=self.differences)
         together(self.exchange, (lambda: link.ask(opened, Opened)) if self.exchange.rank == 0 else (lambda: None))
         return root
@@ -159,7 +160,12 @@ class Start:
                 self.stack.streams.start_anew(plan.generation, self.exchange.rank)
 
         together(self.exchange, put_back)
+        self._own = loaded.own
+        self._digests = {p: digest(data) for p, (piece, data) in loaded.pieces.items() if piece.role == "restored"}
         self.stored = {p: (piece, bytes(data)) for p, (piece, data) in loaded.pieces.items() if piece.role == "compared"}
+        if plan.stored_world_size > self.exchange.world_size:
+            gone = f"{self.exchange.world_size}..{plan.stored_world_size - 1}"
+            self.notes += (f"random streams of ranks {gone} of the checkpoint are not continued: there are fewer ranks now",)
         if not all(self.exchange.share(loaded.own, bool)):
             self.notes += (f"ranks beyond the {plan.stored_world_size} of the checkpoint start random streams of their own",)
         loaded.close()
@@ -170,11 +176,20 @@ class Start:
         assert isinstance(plan, Plan)
         return plan
 
-    def _agree_on_root(self, items: list[Item]) -> str:
-        digests = [(i.piece, digest(_bytes(i))) for i in items if i.piece.scope == "logical" and i.piece.role == "restored"]
+    def _check_loaded(self, live: Mapping[str, tuple[Piece, str]]) -> None:
+        """Piece by piece: what lives now is what was stored."""
+        wrong = sorted(p for p, known in self._digests.items() if p not in live or live[p][1] != known)
+        wrong += sorted(live.keys() - self._digests.keys()) if self._digests and self._own else []
+        if wrong:
+            raise CheckFailed(
+                f"{len(wrong)} pieces are not what was stored, first {wrong[:3]}: an object changed its state while being loaded "
+                "(a load_state_dict that casts or re-initialises)"
+            )
+
+    def _agree_on_root(self, digests: list[tuple[Piece, str]]) -> str:
         root = state_root(digests)
         if len(set(self.exchange.share(root, str))) > 1:
-            tables = self.exchange.share({p.pointer: d for p, d in digests}, dict[str, str])
+            tables = self.exchange.share({p.pointer: d for p, d in digests if p.scope == "logical"}, dict[str, str])
             wrong = sorted(p for p in tables[0] if any(t.get(p) != tables[0][p] for t in tables))
             wrong += sorted({p for t in tables for p in t} - set(tables[0]))
             raise ValueError(

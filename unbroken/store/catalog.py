@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
-from unbroken.core.errors import Damaged
+from unbroken.core.errors import Damaged, Transient
 from unbroken.core.ports import Tier
-from unbroken.core.records import ChunkRef, CommitEntry, LogState
+from unbroken.core.records import ChunkRef, CommitEntry, LogState, Manifest, ManifestRef
+from unbroken.store import paths
 from unbroken.store.log import Key, key_of, visible
 from unbroken.store.manifests import load_manifest
 
@@ -59,6 +60,28 @@ class Catalog:
                 if chunk.pack not in condemned and chunk.offset + chunk.stored_bytes <= self._size(chunk.pack, sizes):
                     result[chunk.id] = Known(chunk, key_of(commit))
         return result
+
+    def borrowed(self, manifest: Manifest, ref: ManifestRef, state: LogState) -> set[Key]:
+        """For a manifest that another process wrote: the commits that must still be visible when it is committed.
+
+        Its packs are its generation's own or those of visible commits. Raises Transient when an object is neither, or gone.
+        """
+        try:
+            for path in (ref.path, *{chunk.pack for chunk in manifest.chunks}):
+                self._tier.size(path)
+        except FileNotFoundError as e:
+            raise Transient(f"step {manifest.step} needs {e}, which is gone: write it again") from e
+        own = {paths.origin(g.nonce) for g in state.generations if g.number >= manifest.generation}
+        foreign = {chunk.pack for chunk in manifest.chunks if paths.pack_origin(chunk.pack) not in own}
+        keys: set[Key] = set()
+        for commit in reversed(visible(state)):
+            shared = foreign & self.packs(commit) if foreign else set()
+            if shared:
+                keys.add(key_of(commit))
+                foreign -= shared
+        if foreign:
+            raise Transient(f"step {manifest.step} reuses {min(foreign)}, which no visible checkpoint holds: write it again")
+        return keys
 
     def _size(self, pack: str, sizes: dict[str, int]) -> int:
         if pack not in sizes:

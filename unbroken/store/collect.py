@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import suppress
 
-from unbroken.core.errors import Damaged, Fenced, StoreError
+from unbroken.core.errors import Damaged, StoreError
 from unbroken.core.ports import Clock, Tier, failpoint
 from unbroken.core.records import CommitEntry, LogState, PruneEntry, Writer
 from unbroken.store import paths
 from unbroken.store.catalog import Catalog
+from unbroken.store.fence import check_collector
 from unbroken.store.holds import Holds
-from unbroken.store.log import Key, Log, key_of, newest_generation, reach, visible
+from unbroken.store.log import Key, Log, key_of, reach, visible
 
 
 class _Nothing(Exception):
@@ -113,16 +114,6 @@ class Collector:
             gone.append(path)
             self._holds.doomed.discard(path)
         return gone
-
-
-def check_collector(state: LogState, opened: int | None) -> None:
-    """Raises Fenced unless the newest generation is the one that this process opened."""
-    newest = newest_generation(state)
-    if opened is None or newest is None or newest.number != opened:
-        mine = "has opened no generation" if opened is None else f"opened generation {opened}"
-        raise Fenced(
-            f"only the writer of the newest generation may delete: generation {newest and newest.number} exists, this process {mine}"
-        )
 
 
 def _origin(path: str) -> str | None:

@@ -34,6 +34,12 @@ def newest_generation(state: LogState) -> Generation | None:
     return max(state.generations, key=lambda g: g.number, default=None)
 
 
+def newest_number(state: LogState) -> int:
+    """Its number, -1 when none was opened."""
+    newest = newest_generation(state)
+    return -1 if newest is None else newest.number
+
+
 def reach(state: LogState) -> dict[int, int]:
     """For each generation of the surviving lineage, the last step that counts: a child's base cuts off what its ancestors did later."""
     by_number = {g.number: g for g in state.generations}

@@ -82,6 +82,21 @@ def check_cut(manifests: Sequence[Manifest]) -> None:
         raise Damaged(name, f"snapshots of ranks {ranks[:16]} where each of 0..{first.world_size - 1} must be there once")
 
 
+def commit_entry(manifests: Sequence[tuple[Manifest, ManifestRef]], milestone: bool, journal_head: str, journal_lines: int) -> CommitEntry:
+    """The commit of a consistent cut: nothing but the manifests and the journal up to it decide what it says."""
+    first = manifests[0][0]
+    return CommitEntry(
+        step=first.step,
+        generation=first.generation,
+        milestone=milestone,
+        manifests=tuple(ref for _, ref in sorted(manifests, key=lambda pair: pair[0].node)),
+        state_root=first.state_root,
+        size_bytes=sum(stored.size_bytes for manifest, _ in manifests for stored in manifest.pieces),
+        journal_head=journal_head,
+        journal_lines=journal_lines,
+    )
+
+
 def read_pieces(tier: Tier, manifest: Manifest, wanted: Iterable[StoredPiece]) -> Iterator[tuple[StoredPiece, bytes]]:
     """Pieces with their verified bytes, in the order of their chunks. Memory: a few chunks and one piece."""
     chunks = _Chunks(tier, manifest)

@@ -29,11 +29,12 @@ from unbroken.core.records import (
 from unbroken.store import paths
 from unbroken.store.audit import VerifyReport, verify
 from unbroken.store.catalog import Catalog, Known
-from unbroken.store.collect import Collector, check_collector
+from unbroken.store.collect import Collector
+from unbroken.store.fence import Base, check_base, check_basis, check_borrowed, check_collector, check_writer
 from unbroken.store.holds import Hold, Holds
 from unbroken.store.layout import Layout, Part
-from unbroken.store.log import Key, Log, key_of, newest_generation, reach, visible
-from unbroken.store.manifests import check_cut, check_manifest, load_manifest, read_pieces, roots
+from unbroken.store.log import Key, Log, key_of, newest_generation, newest_number, visible
+from unbroken.store.manifests import check_cut, check_manifest, commit_entry, load_manifest, read_pieces, roots
 from unbroken.store.packs import Chunk, Origin, write_packs
 from unbroken.store.sealed import read_sealed, seal
 
@@ -63,7 +64,7 @@ class Repository:
         self._holds = Holds()
         self._lock = threading.RLock()
         self._opened: int | None = None
-        self._basis = _newest_number(log.state)
+        self._basis = newest_number(log.state)
         self._out_of_grace: set[Key] = set()
 
     @staticmethod
@@ -104,7 +105,7 @@ class Repository:
         """Read the log entries added since, and act from now on as one who knows the newest generation."""
         with self._lock:
             self.log.refresh()
-            self._basis = _newest_number(self.log.state)
+            self._basis = newest_number(self.log.state)
 
     def visible(self) -> tuple[CommitEntry, ...]:
         """The checkpoints that may be used, ascending by step."""
@@ -193,19 +194,14 @@ class Repository:
         """
         check_cut([manifest for manifest, _ in manifests])
         first = manifests[0][0]
-        entry = CommitEntry(
-            step=first.step,
-            generation=first.generation,
-            milestone=milestone,
-            manifests=tuple(ref for _, ref in sorted(manifests, key=lambda pair: pair[0].node)),
-            state_root=first.state_root,
-            size_bytes=sum(stored.size_bytes for manifest, _ in manifests for stored in manifest.pieces),
-            journal_head=journal_head,
-            journal_lines=journal_lines,
-        )
+        entry = commit_entry(manifests, milestone, journal_head, journal_lines)
 
         def make(state: LogState) -> CommitEntry:
-            self._check_commit(state, first, milestone, borrowed)
+            check_writer(state, first, self._opened)
+            there = next((c for c in state.commits if key_of(c) == key_of(entry)), None)
+            if there is not None and (there.milestone or not milestone):
+                raise _AlreadyCommitted(there)
+            check_borrowed(state, first.step, borrowed)
             return entry
 
         with self._lock:
@@ -228,13 +224,14 @@ class Repository:
         """
         with self._lock:
             lowest = self._first_unused_generation()
-            seen = self.visible()
+            base, seen = Base(source, base_step, base_root), self.visible()
 
             def make(state: LogState) -> GenerationEntry:
-                self._check_base(state, base_step, base_root, source, seen)
+                basis, self._basis = self._basis, newest_number(state)
+                check_base(state, base, basis, seen)
                 newest = newest_generation(state)
                 generation = Generation(
-                    number=max(_newest_number(state) + 1, lowest),
+                    number=max(newest_number(state) + 1, lowest),
                     parent=None if newest is None or source == "fresh" else newest.number,
                     base_step=base_step,
                     nonce=nonce,
@@ -252,8 +249,7 @@ class Repository:
         entry = CondemnEntry(step=step, generation=generation, objects=tuple(sorted(set(objects))), reason=reason)
 
         def check(state: LogState) -> None:
-            if _newest_number(state) != self._basis:
-                raise Fenced(f"generation {_newest_number(state)} was opened meanwhile: step {step} is not condemned, look again")
+            check_basis(state, self._basis, f"step {step} is not condemned")
 
         with self._lock:
             self.log.append(entry, writer=writer, clock=clock, check=check)
@@ -329,44 +325,6 @@ class Repository:
     def _name(self, origin: Origin) -> str:
         return paths.origin(origin.nonce) + self._nonces.nonce()[:16]
 
-    def _check_commit(self, state: LogState, first: Manifest, milestone: bool, borrowed: set[Key]) -> None:
-        self._check_writer(state, first)
-        for commit in state.commits:
-            if key_of(commit) == (first.step, first.generation) and (commit.milestone or not milestone):
-                raise _AlreadyCommitted(commit)
-        lost = borrowed - {key_of(c) for c in visible(state)}
-        if lost:
-            raise Transient(f"step {first.step} reuses chunks of step {min(lost)[0]}, which was withdrawn meanwhile: write it again")
-
-    def _check_writer(self, state: LogState, first: Manifest) -> None:
-        """Who may commit: writers of the newest generation, and whoever opened it for what its ancestors froze up to their child's base."""
-        name = f"step {first.step} of generation {first.generation}"
-        mine = next((g for g in state.generations if g.number == first.generation), None)
-        if mine is None or mine.nonce != first.nonce:
-            raise Fenced(f"{name} is not committed: the log knows no such generation")
-        newest = _newest_number(state)
-        if newest not in (first.generation, self._opened):
-            raise Fenced(f"{name} is not committed: generation {newest} was opened meanwhile")
-        if first.step > reach(state).get(first.generation, -1):
-            raise Fenced(f"{name} is not committed: the lineage of generation {newest} left it behind before that step")
-
-    def _check_base(self, state: LogState, step: int, root: str, source: str, seen: tuple[CommitEntry, ...]) -> None:
-        if source not in ("fresh", "memory", "disk"):
-            raise ValueError(f"source {source!r}: one of 'fresh', 'memory', 'disk'")
-        newest, now = _newest_number(state), visible(state)
-        if source == "disk":
-            if any((c.step, c.state_root) == (step, root) for c in now):
-                return
-            text = f"the checkpoint of step {step} is no longer visible"
-        elif newest != self._basis:
-            text = f"generation {newest} was opened meanwhile"
-        elif source == "fresh" and now != seen:
-            text = "a checkpoint was committed meanwhile"
-        else:
-            return
-        self._basis = newest
-        raise Transient(f"{text}: choose again where to start")
-
     def _first_unused_generation(self) -> int:
         """Above every journal's number too: the entry of a generation at the head of the log may have been lost."""
         numbers = [paths.number(path) for path in self.tier.list(paths.journal_folder(self.lineage))]
@@ -379,28 +337,4 @@ class Repository:
             return hold.borrowed
         if ref.path in self._holds.doomed:
             raise Transient(f"{ref.path}: given up when a later step was committed: write it again")
-        return self._borrowed_by_another(manifest, ref)
-
-    def _borrowed_by_another(self, manifest: Manifest, ref: ManifestRef) -> set[Key]:
-        """For a manifest that another process wrote: its packs are either its generation's own or those of visible commits."""
-        try:
-            for path in (ref.path, *{chunk.pack for chunk in manifest.chunks}):
-                self.tier.size(path)
-        except FileNotFoundError as e:
-            raise Transient(f"step {manifest.step} needs {e}, which is gone: write it again") from e
-        own = {paths.origin(g.nonce) for g in self.log.state.generations if g.number >= manifest.generation}
-        foreign = {chunk.pack for chunk in manifest.chunks if paths.pack_origin(chunk.pack) not in own}
-        keys: set[Key] = set()
-        for commit in reversed(self.visible()):
-            shared = foreign & self._catalog.packs(commit) if foreign else set()
-            if shared:
-                keys.add(key_of(commit))
-                foreign -= shared
-        if foreign:
-            raise Transient(f"step {manifest.step} reuses {min(foreign)}, which no visible checkpoint holds: write it again")
-        return keys
-
-
-def _newest_number(state: LogState) -> int:
-    newest = newest_generation(state)
-    return -1 if newest is None else newest.number
+        return self._catalog.borrowed(manifest, ref, self.log.state)

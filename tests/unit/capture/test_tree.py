@@ -292,6 +292,12 @@ def test_empty_tensors_and_same_memory_in_another_shape_are_no_aliases() -> None
     assert [i.piece.dtype for i in items] == ["py:list", "float32", "float32", "int32", "float32", "float32", "float32", "alias"]
 
 
+def test_a_conjugate_view_is_no_alias() -> None:
+    x = torch.tensor([1 + 2j, 3 - 1j])
+    back = cycle([x, x.conj(), x.imag, x.conj().imag])
+    assert same(back, [x, x.conj().resolve_conj(), x.imag, -x.imag])
+
+
 # --- B19: containers, keys, things that cannot be stored ------------------------------------------------------------------------
 
 
@@ -500,6 +506,8 @@ HOSTILE = {
     "alias of itself": [piece("/x", "alias", b"/x")],
     "alias loop": [piece("/x", "alias", b"/y"), piece("/y", "alias", b"/x")],
     "alias of nothing": [piece("/x", "alias", b"/z")],
+    "alias of a number": [piece("/x", "alias", b"/y"), piece("/y", "py:int", b"\0" * 8)],
+    "set with a key twice": [piece("/x", "py:set", b'["a","a"]')],
     "alias of a list": [piece("/x", "alias", b"/y"), piece("/y", "py:list", b"0")],
     "unknown type": [piece("/x", "py:lambda", b"")],
     "generator of nothing": [piece("/x", "np.random.Generator", b"[]")],

@@ -265,6 +265,16 @@ def test_B17_b_two_values_for_one_tensor_are_an_error_not_the_last_one() -> None
     load_into(saved({"m": Tied(True)}), {"m": Tied(True)})
 
 
+def test_tensors_made_for_one_look_are_no_ties() -> None:
+    class Fresh(nn.Linear):
+        def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+            return {name: value.clone() for name, value in super().state_dict(*args, **kwargs).items()}
+
+    state, into = ({str(i): Fresh(64, 64) for i in range(4)} for _ in range(2))
+    assert load_into(saved(state), into) == LoadReport()
+    assert all(torch.equal(state[name].weight, into[name].weight) for name in state)
+
+
 # --- B19 on the way back ----------------------------------------------------------------------------------------------------------
 
 

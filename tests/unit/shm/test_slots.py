@@ -47,9 +47,10 @@ def fill(slot: Slot, step: int, generation: int = 0) -> None:
 
 def test_a_snapshot_comes_back_as_it_was_written(slots: list[Slot]) -> None:
     slot = slots[0]
-    assert slot.state == "free"
+    states: list[str] = [slot.state]
     view = slot.begin(index_at(7, generation=3, milestone=True))
-    assert slot.state == "writing"
+    states.append(slot.state)
+    assert states == ["free", "writing"]
     assert len(view) == 1124
     view[:4] = b"abcd"
     slot.finish()

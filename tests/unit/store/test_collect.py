@@ -16,6 +16,7 @@ from tests.rigs.store_run import (
     rank_state,
     start,
     state,
+    steps,
     whole_value,
 )
 from unbroken.core.errors import Fenced, Transient
@@ -48,10 +49,6 @@ class Noting(MemoryTier):
             raise Transient(f"{path}: busy")
         super().delete(path)
         self.order.append(f"delete {path}")
-
-
-def steps(tier: MemoryTier) -> list[int]:
-    return [c.step for c in Repository.open(tier).visible()]
 
 
 def stored(tier: MemoryTier) -> set[str]:

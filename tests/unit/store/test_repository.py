@@ -14,6 +14,7 @@ from tests.rigs.store_run import (
     CountedNonces,
     StillClock,
     Trainer,
+    flipped,
     load,
     manifest_of,
     newest_good,
@@ -23,11 +24,13 @@ from tests.rigs.store_run import (
     rank_state,
     start,
     state,
+    steps,
     whole_value,
+    with_objects,
 )
 from unbroken.core.errors import Damaged, Fenced, ForeignFolder, NewerFormat, NoCheckpoint, Permanent, Transient
 from unbroken.core.ports import Buffer, arm
-from unbroken.core.records import CommitEntry, Generation, Manifest, ManifestRef
+from unbroken.core.records import CommitEntry, Manifest, ManifestRef
 from unbroken.store.journal import first_chain
 from unbroken.store.repository import Repository
 from unbroken.store.sealed import seal
@@ -36,42 +39,8 @@ from unbroken.store.tiers.memory import MemoryTier
 CLOCK = StillClock()
 
 
-def steps(repository: Repository) -> list[int]:
-    return [c.step for c in repository.visible()]
-
-
-def tier_with(tier: MemoryTier, **changes: bytes | None) -> MemoryTier:
-    objects = dict(tier.snapshot())
-    for path, data in changes.items():
-        if data is None:
-            del objects[path]
-        else:
-            objects[path] = data
-    return MemoryTier(tuple(objects.items()))
-
-
-def flipped(tier: MemoryTier, path: str, at: int = 200) -> MemoryTier:
-    raw = tier.read(path)
-    return tier_with(tier, **{path: raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :]})
-
-
 def new_packs(repository: Repository, newer: CommitEntry, older: CommitEntry) -> list[str]:
     return sorted(p for p in objects_of(repository, [newer]) - objects_of(repository, [older]) if p.startswith("packs/"))
-
-
-def open_next(repository: Repository, base: CommitEntry | None, source: str, step: int | None = None, name: str = "next") -> Generation:
-    return repository.open_generation(
-        base_step=step if step is not None else base.step if base else 0,
-        base_root=base.state_root if base else "",
-        source=source,
-        nonce=CountedNonces(name).nonce(),
-        world_size=2,
-        writer=WRITER,
-        clock=CLOCK,
-    )
-
-
-# --- folders -----------------------------------------------------------------------------------------------------------------
 
 
 def test_an_empty_place_holds_no_run() -> None:
@@ -104,7 +73,7 @@ def test_a_foreign_folder_is_refused() -> None:
 def test_I10_a_run_that_lost_its_run_json_is_damaged_not_new() -> None:
     tier = MemoryTier()
     start(tier).save(10)
-    lost = tier_with(tier, **{"run.json": None})
+    lost = with_objects(tier, {"run.json": None})
     for act in (lambda: Repository.exists(lost), lambda: Repository.open(lost), lambda: Repository.create(lost, FACTS)):
         with pytest.raises(Damaged, match=r"run\.json: missing"):
             act()
@@ -126,10 +95,7 @@ def test_damaged_and_newer_facts_are_said_so() -> None:
         Repository.open(flipped(tier, "run.json", 150))
     newer = seal("run", FACTS).replace(b'"format":1,"min_reader":1', b'"format":2,"min_reader":2')
     with pytest.raises(NewerFormat):
-        Repository.open(tier_with(tier, **{"run.json": newer}))
-
-
-# --- write and commit --------------------------------------------------------------------------------------------------------
+        Repository.open(with_objects(tier, {"run.json": newer}))
 
 
 def test_a_commit_reads_back_whole_with_its_roots() -> None:
@@ -152,7 +118,7 @@ def test_I1_nothing_is_visible_before_the_log_entry_whatever_was_written() -> No
     trainer = start(tier)
     trainer.save(10)
     trainer.write(20)
-    assert steps(Repository.open(tier)) == [10]
+    assert steps(tier) == [10]
     assert len(tier.list("manifests")) == 2
 
 
@@ -189,7 +155,7 @@ def test_unchanged_chunks_are_not_written_again() -> None:
     trainer = start(tier, num_floats=100_000)
     first = trainer.save(10)
     size = sum(tier.size(path) for path in tier.list("packs"))
-    second = trainer.save(20, logical=state(10, 100_000) + [part("/more", b"x")])
+    second = trainer.save(20, logical=[*state(10, 100000), part("/more", b"x")])
     assert sum(tier.size(path) for path in tier.list("packs")) - size < 20_000
     assert whole_value(load(trainer.repository, second)) == 10
     assert len(new_packs(trainer.repository, second, first)) == 1
@@ -242,7 +208,7 @@ def test_B12_b_all_ranks_may_commit_the_same_checkpoint() -> None:
         for thread in threads:
             thread.join()
         assert got == [got[0]] * 4
-    assert steps(Repository.open(tier)) == list(range(1, 51))
+    assert steps(tier) == list(range(1, 51))
     assert len(tier.list("runs/main/log")) == 51
     assert Repository.open(tier).verify().ok
 
@@ -273,9 +239,9 @@ def test_I5_a_commit_without_all_ranks_is_refused_and_nothing_is_visible() -> No
     written = trainer.repository.write(
         step=10, generation=0, nonce=g.nonce, node=0, world_size=2, logical=state(10), per_rank={0: rank_state(10, 0)}
     )
-    with pytest.raises(Damaged, match="each of 0..1"):
+    with pytest.raises(Damaged, match=r"each of 0\.\.1"):
         _commit(trainer.repository, written)
-    assert steps(Repository.open(tier)) == []
+    assert steps(tier) == []
 
 
 def test_I5_two_nodes_commit_together() -> None:
@@ -340,7 +306,7 @@ def test_I9_a_save_that_fails_anywhere_leaves_the_older_checkpoint_and_the_next_
     tier.fail_at = -1
     trainer.save(30)
     trainer.collect(1)
-    assert steps(Repository.open(tier)) == [30]
+    assert steps(tier) == [30]
     assert {*tier.list("manifests"), *tier.list("packs")} == objects_of(trainer.repository, trainer.repository.visible())
     assert Repository.open(tier).verify().ok
 
@@ -370,133 +336,8 @@ def test_I1_an_error_between_any_two_writes_leaves_nothing_visible(name: str) ->
             trainer.save(20)
     finally:
         arm(name, None)
-    assert steps(Repository.open(tier)) == [10]
+    assert steps(tier) == [10]
     assert whole_value(load(Repository.open(tier), trainer.save(30))) == 30
-
-
-# --- generations and fencing -------------------------------------------------------------------------------------------------
-
-
-def test_generations_are_numbered_from_0_and_descend() -> None:
-    tier = MemoryTier()
-    first = start(tier)
-    first.save(10)
-    second, third = start(tier), start(tier)
-    assert [(t.generation.number, t.generation.parent, t.generation.base_step) for t in (first, second, third)] == [
-        (0, None, 0),
-        (1, 0, 10),
-        (2, 1, 10),
-    ]
-
-
-def test_I6_a_writer_of_an_older_generation_can_change_nothing() -> None:
-    tier = MemoryTier()
-    zombie = start(tier)
-    zombie.save(10)
-    zombie.save(20)
-    newer = start(tier)
-    newer.save(30)
-    seen = Repository.open(tier).visible()
-    for act in (
-        lambda: zombie.save(30),
-        lambda: zombie.save(25),
-        lambda: zombie.collect(1),
-        lambda: zombie.repository.condemn(20, 0, ["packs/x"], "no", writer=WRITER, clock=CLOCK),
-    ):
-        with pytest.raises(Fenced, match="generation 1"):
-            act()
-    repository = Repository.open(tier)
-    assert repository.visible() == seen
-    for commit in seen:
-        load(repository, commit)
-
-
-def test_I6_a_generation_nobody_opened_cannot_commit() -> None:
-    trainer = start(MemoryTier())
-    stranger = Trainer(trainer.repository, msgspec.structs.replace(trainer.generation, nonce="ff" * 16))
-    with pytest.raises(Fenced, match="knows no such generation"):
-        stranger.save(10)
-
-
-def test_a_snapshot_frozen_in_memory_is_drained_after_its_successor_was_opened_on_it() -> None:
-    tier = MemoryTier()
-    trainer = start(tier)
-    repository = trainer.repository
-    trainer.save(10)
-    root = start(MemoryTier()).save(17).state_root
-    later = repository.open_generation(
-        base_step=17, base_root=root, source="memory", nonce="ee" * 16, world_size=2, writer=WRITER, clock=CLOCK
-    )
-    assert steps(repository) == [10]
-    trainer.save(17)
-    assert steps(Repository.open(tier)) == [10, 17]
-    with pytest.raises(Fenced, match="left it behind"):
-        trainer.save(18)
-    Trainer(repository, later).save(20)
-    assert steps(Repository.open(tier)) == [10, 17, 20]
-
-
-def test_I6_only_the_opener_of_the_newest_generation_may_drain_late() -> None:
-    tier = MemoryTier()
-    zombie = start(tier)
-    zombie.save(10)
-    other = Repository.open(tier)
-    open_next(other, None, "memory", step=17)
-    with pytest.raises(Fenced, match="generation 1 was opened meanwhile"):
-        zombie.save(17)
-
-
-def test_a_base_that_was_withdrawn_meanwhile_is_an_error_to_choose_again() -> None:
-    tier = MemoryTier()
-    trainer = start(tier)
-    trainer.save(10)
-    recoverer = Repository.open(tier)
-    base = recoverer.visible()[-1]
-    trainer.save(20)
-    trainer.collect(1)
-    with pytest.raises(Transient, match="step 10 is no longer visible: choose again"):
-        open_next(recoverer, base, "disk")
-    open_next(recoverer, recoverer.visible()[-1], "disk")
-    assert steps(Repository.open(tier)) == [20]
-
-
-def test_I10_a_fresh_start_does_not_hide_a_checkpoint_committed_meanwhile() -> None:
-    tier = MemoryTier()
-    trainer = start(tier)
-    beginner = Repository.open(tier)
-    trainer.save(10)
-    with pytest.raises(Transient, match="committed meanwhile"):
-        open_next(beginner, None, "fresh")
-    assert steps(Repository.open(tier)) == [10]
-
-
-def test_a_memory_base_is_worth_nothing_once_another_generation_was_opened() -> None:
-    tier = MemoryTier()
-    trainer = start(tier)
-    trainer.save(10)
-    open_next(Repository.open(tier), Repository.open(tier).visible()[-1], "disk")
-    with pytest.raises(Transient, match="generation 1 was opened meanwhile"):
-        open_next(trainer.repository, None, "memory", step=17, name="mine")
-
-
-def test_a_wrong_source_is_the_callers_mistake() -> None:
-    with pytest.raises(ValueError, match="one of 'fresh', 'memory', 'disk'"):
-        open_next(start(MemoryTier()).repository, None, "tape")
-
-
-def test_a_generation_number_is_not_reused_after_the_head_of_the_log_was_lost() -> None:
-    tier = MemoryTier()
-    start(tier).save(10)
-    second = start(tier)
-    second.journal.sync()
-    lost = tier_with(tier, **{tier.list("runs/main/log")[-1]: None})
-    third = start(lost)
-    assert (third.generation.number, third.generation.parent) == (2, 0)
-    third.save(20)
-    assert Repository.open(lost).verify().ok
-
-
-# --- damage, choice ----------------------------------------------------------------------------------------------------------
 
 
 def three() -> MemoryTier:
@@ -512,7 +353,7 @@ def of_step(tier: MemoryTier, step: int) -> list[str]:
     commits = {c.step: c for c in repository.visible()}
     mine = objects_of(repository, [commits[step]])
     entry = tier.list("runs/main/log")[-1 - (30 - step) // 10]
-    return sorted(mine - objects_of(repository, [c for s, c in commits.items() if s != step])) + [entry]
+    return [*sorted(mine - objects_of(repository, [c for s, c in commits.items() if s != step])), entry]
 
 
 @pytest.mark.parametrize("kind", range(3))
@@ -522,9 +363,9 @@ def test_B01_a_b_c_a_harmed_file_of_the_newest_makes_the_next_older_the_newest(k
     path = of_step(tier, 30)[kind]
     raw = tier.read(path)
     bad = {
-        "gone": lambda: tier_with(tier, **{path: None}),
-        "half": lambda: tier_with(tier, **{path: raw[: len(raw) // 2]}),
-        "empty": lambda: tier_with(tier, **{path: b""}),
+        "gone": lambda: with_objects(tier, {path: None}),
+        "half": lambda: with_objects(tier, {path: raw[: len(raw) // 2]}),
+        "empty": lambda: with_objects(tier, {path: b""}),
         "flipped": lambda: flipped(tier, path, len(raw) // 2 if path.endswith("json") else 4100),
     }[harm]()
     repository = Repository.open(bad)
