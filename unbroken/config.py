@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, TypedDict, cast, get_args
 
 from unbroken.core.limits import KEEP_NEWEST
+from unbroken.core.ports import Clock
 
 Resume = Literal["auto", "must", "never"]
 Reduce = Literal["ordered", "ring"]
@@ -43,6 +44,31 @@ class Interval:
         return since_s + step_s >= self.seconds
 
 
+class Pace:
+    """When the next snapshot is due; `due` is the word for the coming boundary."""
+
+    def __init__(self, interval: Interval, clock: Clock, step: int) -> None:
+        self._interval = interval
+        self._clock = clock
+        self._saved_s = self._done_s = clock.monotonic()
+        self._step_s = 0.0
+        self.due = interval.due(step + 1, 0.0, 0.0)
+
+    def step_done(self) -> None:
+        """A step has been applied; the length of the longest recent one is kept."""
+        now = self._clock.monotonic()
+        self._step_s = max(now - self._done_s, 0.9 * self._step_s)
+        self._done_s = now
+
+    def saved(self) -> None:
+        """A snapshot has been taken."""
+        self._saved_s = self._clock.monotonic()
+
+    def due_after(self, step: int) -> bool:
+        """Will a snapshot be due at the boundary of `step`, two steps after the one applied last?"""
+        return self._interval.due(step, self._clock.monotonic() - self._saved_s, 2 * self._step_s)
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """Everything about a run that is not an object of the user's."""
@@ -61,7 +87,7 @@ _UNITS_S = {"s": 1.0, "sec": 1.0, "second": 1.0, "seconds": 1.0, "m": 60.0, "min
 
 
 def parse_interval(text: str) -> Interval:
-    """"30s", "5 min", "100 steps" -> Interval; ValueError says what is accepted."""
+    """ "30s", "5 min", "100 steps" -> Interval; ValueError says what is accepted."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", text)
     if match:
         number, unit = float(match[1]), match[2]

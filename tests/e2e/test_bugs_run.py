@@ -106,7 +106,9 @@ def test_B26_plateau_with_two_bad_counts_drops_as_without_interruption(tmp_path:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.1, patience=3)
         with pytest.raises(TypeError, match="extras"):
-            unbroken.Run(tmp_path / "x", model=model, optimizer=optimizer, scheduler=plateau, data=unbroken.Batches(numbers(4), global_batch=1))
+            unbroken.Run(
+                tmp_path / "x", model=model, optimizer=optimizer, scheduler=plateau, data=unbroken.Batches(numbers(4), global_batch=1)
+            )
         run = unbroken.Run(
             tmp_path / "run", model=model, optimizer=optimizer, data=unbroken.Batches(numbers(64), global_batch=1),
             extras={"plateau": plateau}, lose_at_most="1 steps", total_steps=stop,
@@ -153,7 +155,7 @@ def test_B26_a_skipped_step_does_not_advance_and_the_end_stays(tmp_path: Path) -
     assert scaler.get_scale() == 2.0
     kinds = [v["name"] for v in unbroken.open(str(tmp_path)).variables()]
     assert "/counters/skipped" in kinds
-    assert unbroken.open(str(tmp_path)).load(keys=["/counters"])["counters"]["skipped"] == 1
+    assert unbroken.open(str(tmp_path)).load(keys=["/counters"])["/counters"]["skipped"] == 1
 
 
 # -- B27 -----------------------------------------------------------------------------------------------------------------------

@@ -16,7 +16,16 @@ CAMPAIGN = bool(os.environ.get("UNBROKEN_CAMPAIGN"))
 SEEDS = (1, 2, 3, 4, 5) if CAMPAIGN else (1, 2)
 WORLDS = (1, 2, 3, 4) if CAMPAIGN else (1, 3, 4)
 STEPS = 8
-PLACES = ("step.forward", "step.backward", "step.reduce", "step.optimizer", "step.applied", "capture.begin", "capture.copied", "capture.ready")
+PLACES = (
+    "step.forward",
+    "step.backward",
+    "step.reduce",
+    "step.optimizer",
+    "step.applied",
+    "capture.begin",
+    "capture.copied",
+    "capture.ready",
+)
 
 
 def faults_for(seed: int, ranks: int) -> list[dict[str, object]]:

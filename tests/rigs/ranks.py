@@ -33,9 +33,7 @@ def start_ranks(
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
             }
-        found.append(
-            subprocess.Popen([sys.executable, *command], env=own, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        )
+        found.append(subprocess.Popen([sys.executable, *command], env=own, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
     return found
 
 

@@ -8,7 +8,7 @@ One reduction, which loses no behaviour: reading a log entry or run.json that ex
 they are never changed or deleted; such a read is done at once instead of being interleaved.
 
 The actors, on a run whose generation 0 committed step 10 and whose generation 1 committed step 20:
-  zombie     opened generation 0, missed the rest; commits step 15, then collects
+  zombie     opened generation 0, missed the rest; commits step 9, then collects
   writer     commits step 30 for generation 1 (reusing the chunk of step 10), writes once more when told to
   gc         opened generation 1; keeps the newest checkpoint, deletes the others
   recoverer  opens generation 2 on the newest checkpoint it finds, once more when told to
@@ -19,6 +19,7 @@ The actors, on a run whose generation 0 committed step 10 and whose generation 1
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -27,6 +28,8 @@ from tests.rigs.store_run import FACTS, WRITER, CountedNonces, StillClock, Train
 from unbroken.core.errors import Damaged, Fenced, Transient
 from unbroken.core.ports import Buffer, TierTraits
 from unbroken.core.records import CommitEntry, CondemnEntry, Generation, GenerationEntry, LogEntry, LogState, PruneEntry
+from unbroken.store import collect as collect_module
+from unbroken.store import repository as repository_module
 from unbroken.store.journal import first_chain
 from unbroken.store.log import Log, visible
 from unbroken.store.packs import read_chunk
@@ -121,7 +124,7 @@ def zombie(tier: RecordedTier) -> str:
     commit(trainer.repository, trainer.generation, 10, "a")
     tier.go()
     said = []
-    for act in (lambda: commit(trainer.repository, trainer.generation, 15, "z"), lambda: trainer.collect(1)):
+    for act in (lambda: commit(trainer.repository, trainer.generation, 9, "z"), lambda: trainer.collect(1)):
         try:
             act()
             said.append("done")
@@ -348,6 +351,8 @@ class Model:
         for gone in seen - now:
             if not _may_withdraw(entry, gone):
                 raise Violation(f"step {gone.step} of generation {gone.generation} disappeared by {entry}")
+        if isinstance(entry, CommitEntry) and entry not in now:
+            raise Violation(f"step {entry.step} of generation {entry.generation} was committed and is not visible")
         if isinstance(entry, GenerationEntry):
             base = (entry.generation.base_step, entry.base_root)
             for commits in (seen, now):
@@ -421,12 +426,34 @@ def test_I2_a_successor_that_commits_and_collects_is_not_harmed_by_the_older_gen
     assert any("committed 40" in outcome for outcome in model.outcomes[successor])
 
 
+def violation_of(*actors: Actor) -> str:
+    """What the search finds, which has to be something."""
+    model = Model(actors)
+    with pytest.raises(Violation) as found:
+        model.run()
+    print(f"\n{model.num_states} states until: {str(found.value)[:200]}")
+    return str(found.value)
+
+
 def test_I6_without_the_reread_after_a_lost_slot_the_model_finds_a_violation(monkeypatch: pytest.MonkeyPatch) -> None:
     def take_the_next_slot(log: Log) -> None:
         log.head += 1
 
     monkeypatch.setattr(Log, "_reread", take_the_next_slot)
-    model = Model((zombie, gc, writer, recoverer, reader))
-    with pytest.raises(Violation) as found:
-        model.run()
-    print(f"\n{model.num_states} states until: {found.value}")
+    violation_of(zombie, gc, writer, recoverer, reader)
+
+
+@pytest.mark.parametrize(
+    ("module", "rule", "expected"),
+    [
+        (repository_module, "check_writer", "was committed and is not visible"),
+        (repository_module, "check_borrowed", "is visible, but packs/"),
+        (repository_module, "check_base", "which is not visible"),
+        (collect_module, "check_collector", "I6: the gc"),
+    ],
+)
+def test_I6_without_any_one_of_the_rules_the_model_finds_a_violation(
+    monkeypatch: pytest.MonkeyPatch, module: ModuleType, rule: str, expected: str
+) -> None:
+    monkeypatch.setattr(module, rule, lambda *args: None)
+    assert expected in violation_of(zombie, gc, writer, recoverer, reader)

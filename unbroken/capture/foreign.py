@@ -6,7 +6,6 @@ size and is refused at any other.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping
 from itertools import count, islice
 from typing import Any
@@ -33,11 +32,13 @@ def refuse(what: str) -> ValueError:
 
 def plain_batches(loader: DataLoader[Any]) -> BatchSampler:
     """The DataLoader's BatchSampler over a sampler; ValueError with the remedy where anything else decides what it yields."""
-    if type(loader.batch_sampler) is not BatchSampler:
+    batches = loader.batch_sampler
+    known = hasattr(loader, "state_dict")  # torchdata's loader, whose batches are torch's
+    if not isinstance(batches, BatchSampler) or not (known or type(batches) is BatchSampler):
         raise refuse("a DataLoader without batches, or with a batch_sampler of its own")
-    if type(loader).__iter__ is not DataLoader.__iter__ and not hasattr(loader, "state_dict"):
+    if not (known or type(loader).__iter__ is DataLoader.__iter__):
         raise refuse(f"{type(loader).__name__} changes how a DataLoader iterates")
-    return loader.batch_sampler
+    return batches
 
 
 class _Share:
@@ -81,8 +82,8 @@ class _TorchOrder:
     """Batch after batch of one rank, as a torch sampler orders them, from any place on; augmentation is keyed by (seed, epoch, place)."""
 
     def __init__(self, batches: BatchSampler, rank: int, world_size: int, epochs: int | None, seed: int | None) -> None:
-        self.sampler: Any = copy.copy(batches.sampler)  # ours alone: nobody else sets its epoch
-        self.batches = BatchSampler(self.sampler, batches.batch_size, batches.drop_last)
+        self.sampler: Any = batches.sampler
+        self.batches = batches
         self.per_epoch = len(self.batches)
         if not self.per_epoch:
             raise ValueError("the DataLoader has no batch: the data set is empty, or smaller than one batch with drop_last=True")
@@ -113,7 +114,7 @@ class _TorchOrder:
                 return
             share += [[]] * (len(block) - len(share))
             for unit, keys in zip(block, share, strict=True):
-                yield UnitIndex(step, unit, keys, stream_seed(self.seed, step, unit, "collate"))
+                yield UnitIndex(step, unit, keys)
 
     def _keys(self, first_epoch: int, skip: int) -> Iterator[list[SampleKey]]:
         size = self.batches.batch_size

@@ -16,17 +16,13 @@ from unbroken.shm.slots import Slot, slot_bytes
 _ALIGN = 64
 
 
-def plan_slot(
-    items: Sequence[Item], *, generation: int, step: int, rank: int, world_size: int, milestone: bool
-) -> SlotIndex:
+def plan_slot(items: Sequence[Item], *, generation: int, step: int, rank: int, world_size: int, milestone: bool) -> SlotIndex:
     """Give every item its place in the data area, each at a multiple of 64 bytes."""
     placed, offset = [], 0
     for item in items:
         placed.append(Placed(piece=item.piece, offset=offset, size_bytes=item.nbytes))
         offset += (item.nbytes + _ALIGN - 1) // _ALIGN * _ALIGN
-    return SlotIndex(
-        generation=generation, step=step, rank=rank, world_size=world_size, milestone=milestone, pieces=tuple(placed)
-    )
+    return SlotIndex(generation=generation, step=step, rank=rank, world_size=world_size, milestone=milestone, pieces=tuple(placed))
 
 
 def needed_bytes(index: SlotIndex) -> int:

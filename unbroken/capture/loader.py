@@ -91,9 +91,10 @@ class Sampler(torch.utils.data.Sampler[int]):
 class Batches:
     """Batches of a map-style data set: shuffled anew each epoch, the same at any number of ranks and workers.
 
-    `global_batch` samples make a step over all ranks; `epochs=None` never ends, otherwise the last step may be smaller. `seed` fixes the
-    order and, before each `dataset[i]` and before collation, Python's, NumPy's and torch's CPU stream; loading leaves the process's own
-    streams untouched. `num_workers`, `collate_fn`, `pin_memory`, `prefetch_factor` and `multiprocessing_context` are those of DataLoader.
+    `global_batch` samples make a step over all ranks; `epochs=None` never ends, otherwise the last step may be smaller. `seed` fixes
+    the order and, before each `dataset[i]`, Python's, NumPy's and torch's CPU stream, in which a collation that draws goes on; loading
+    leaves the process's own streams untouched. `num_workers`, `collate_fn`, `pin_memory`, `prefetch_factor` and
+    `multiprocessing_context` are those of DataLoader.
     """
 
     def __init__(
@@ -190,7 +191,7 @@ def _indices(sampler: Sampler, order: SampleOrder, block: range, first_step: int
             places = [(span.epoch, place) for span in order.spans(step, unit) for place in range(span.start, span.stop)]
             came_out = islice(ids, len(places))
             keys = [SampleKey(int(sample), sample_seed(order.seed, *place)) for sample, place in zip(came_out, places, strict=False)]
-            yield UnitIndex(step, unit, keys, stream_seed(order.seed, step, unit, "collate"))
+            yield UnitIndex(step, unit, keys)
 
 
 def as_source(

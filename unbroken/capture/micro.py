@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
+
+from unbroken.capture.source import Unit
 
 
 class Micro:
@@ -18,14 +18,12 @@ class Micro:
 
     __slots__ = ("_backward", "data", "done", "ids", "step", "unit", "weight")
 
-    def __init__(
-        self, step: int, unit: int, ids: NDArray[np.int64], weight: int, data: Any, backward: Callable[[Micro, torch.Tensor], None]
-    ) -> None:
-        self.step = step
-        self.unit = unit
-        self.ids = ids
-        self.weight = weight
-        self.data = data
+    def __init__(self, unit: Unit, backward: Callable[[Micro, torch.Tensor], None]) -> None:
+        self.step = unit.step
+        self.unit = unit.unit
+        self.ids = unit.ids
+        self.weight = unit.weight
+        self.data = unit.data
         self.done = False
         self._backward = backward
 

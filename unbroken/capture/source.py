@@ -96,12 +96,11 @@ class SampleKey(int):
 
 
 class UnitIndex(NamedTuple):
-    """Asks for one unit; `seed` is that of its collation."""
+    """Asks for one unit."""
 
     step: int
     unit: int
     keys: Sequence[SampleKey]
-    seed: int
 
 
 class Loaded(NamedTuple):
@@ -157,7 +156,10 @@ class Keyed(Dataset[Any]):
 
 
 class UnitDataset(Dataset[Loaded]):
-    """The user's map-style data set seen as a data set of units. `keyed`: everything random depends on the keys only."""
+    """The user's map-style data set seen as a data set of units.
+
+    `keyed`: everything random depends on the keys only; a collation that draws goes on in the streams of its last sample.
+    """
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], keyed: bool) -> None:
         self.dataset = dataset
@@ -174,8 +176,6 @@ class UnitDataset(Dataset[Loaded]):
 
     def _load(self, index: UnitIndex) -> Loaded:
         pairs = [(int(key), self._sample(key, index)) for key in index.keys]
-        if self.keyed:
-            seed_streams(index.seed)
         data = self.collate([sample for _, sample in pairs])
         return Loaded(index.step, index.unit, np.array([number for number, _ in pairs], dtype=np.int64), data)
 

@@ -157,7 +157,9 @@ class Stack:
             for i, group in enumerate(optimizer.param_groups):
                 if any(id(p) not in self.names for p in group["params"]):
                     label = f"optimizer {key!r}" if key else "the optimizer"
-                    raise ValueError(f"{label}, group {i}, holds a parameter of no model given to Run: pass that model too, as model={{...}}")
+                    raise ValueError(
+                        f"{label}, group {i}, holds a parameter of no model given to Run: pass that model too, as model={{...}}"
+                    )
 
     def _check(self, pieces: Pieces) -> None:
         """Every name, shape and type of models, optimizers, and the presence of whole parts, before anything is touched."""

@@ -111,7 +111,7 @@ class Update:
         for parameter in self._parameters:
             parameter.grad = None
         integers = [b.detach().clone() for b in self._integers.values()] if loss is not None else None
-        self.keep(unit, digest, weight, loss, changed, integers)
+        self.keep(unit, digest, weight, loss, changed=changed, integers=integers)
 
     def keep(
         self,
@@ -119,6 +119,7 @@ class Update:
         digest: str,
         weight: int,
         loss: torch.Tensor | None,
+        *,
         changed: Sequence[torch.Tensor] = (),
         integers: Sequence[torch.Tensor] | None = None,
     ) -> None:

@@ -41,6 +41,9 @@ KEEP_NEWEST = 3
 NUM_SLOTS = 2
 """Memory slots per rank: one being written while the other stays READY (I4)."""
 
+SLOT_WAIT_S = 1.0
+"""An automatic snapshot waits this long for a slot that the daemon is just letting go, then it is skipped and that is reported."""
+
 CONNECT_TIMEOUT_S = 20.0
 """A trainer waits this long for its daemon to answer; a cold start of the daemon takes 0.3 s."""
 

@@ -198,6 +198,24 @@ class Bye(Struct, frozen=True, kw_only=True, tag="bye"):
 
 
 Message = (
-    Hello | Welcome | Begin | Plan | Bad | Opened | NeedSlots | OldSlots | Slots | Ready | Journal | Refuse | Verdict
-    | Committed | Failed | Status | StatusReply | Note | Error | Bye
+    Hello
+    | Welcome
+    | Begin
+    | Plan
+    | Bad
+    | Opened
+    | NeedSlots
+    | OldSlots
+    | Slots
+    | Ready
+    | Journal
+    | Refuse
+    | Verdict
+    | Committed
+    | Failed
+    | Status
+    | StatusReply
+    | Note
+    | Error
+    | Bye
 )

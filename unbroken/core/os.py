@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import ctypes.util
 import fcntl
@@ -98,10 +99,8 @@ def peek_exit(pid: int) -> int | None:
 
 def kill_group(leader: int, sig: int = signal.SIGKILL) -> None:
     """Signal every process of the group that `leader` made, whether or not it lives; no error when none is left."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(leader, sig)
-    except ProcessLookupError:
-        pass
 
 
 def start_module(module: str, args: Sequence[str], env: Mapping[str, str], log: str) -> int:
@@ -164,23 +163,13 @@ def try_lock(fd: int) -> bool:
     return True
 
 
-def be_polite() -> None:
-    """Run at idle priority: training must not feel us. Errors are harmless (containers may forbid it)."""
-    try:
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    except OSError:
-        os.nice(19)
-
-
 def yield_to_others() -> None:
     """Give the calling thread the lowest ordinary priority.
 
     Not the idle class: a thread of it that holds the interpreter's lock on busy cores would hold up its whole process.
     """
-    try:
+    with contextlib.suppress(OSError):  # a container may forbid it; then the thread is merely less polite
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
-    except OSError:  # a container may forbid it; then the thread is merely less polite
-        pass
 
 
 def sync_directory(path: str) -> None:

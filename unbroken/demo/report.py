@@ -29,7 +29,8 @@ p{margin:0 0 12px;color:var(--soft)}section{background:var(--card);border:1px so
 margin-top:18px;overflow-x:auto}svg{display:block;width:100%;min-width:720px;height:auto}svg text{font:12px system-ui,sans-serif;
 fill:var(--soft)}svg .strong{fill:var(--ink)}svg .fault{fill:var(--fault)}table{border-collapse:collapse;width:100%;
 font-variant-numeric:tabular-nums}th,td{text-align:left;padding:6px 14px 6px 0;border-bottom:1px solid var(--line);vertical-align:top}
-th{color:var(--soft);font-weight:500}td.num,th.num{text-align:right}code{font:13px ui-monospace,monospace;overflow-wrap:anywhere}
+th{color:var(--soft);font-weight:500;white-space:nowrap}td{overflow-wrap:anywhere}td.num,th.num{text-align:right}
+code{font:13px ui-monospace,monospace}
 .verdict{font-weight:600}.yes{color:var(--good)}.no{color:var(--fault)}.key{display:inline-block;width:11px;height:11px;border-radius:3px;
 margin:0 6px 0 14px;vertical-align:-1px}
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import struct
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
 from msgspec import Struct
 
@@ -142,4 +143,8 @@ def _moments(events: Sequence[EventRecord]) -> dict[str, float]:
             at |= event.at
     if "process" in at:
         at["respawn"] = at["process"]
-    return {name: at[name] for name in PHASES if name in at}
+    ends = [(name, at[name]) for name in PHASES if name in at]
+    latest = accumulate(
+        (moment for _, moment in ends), max
+    )  # noted by different ranks: a phase without work may seem to end before it began
+    return {name: moment for (name, _), moment in zip(ends, latest, strict=True)}

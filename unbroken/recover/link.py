@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import warnings
 from collections.abc import Sequence
 from typing import TypeVar
@@ -120,12 +122,25 @@ class Link:
             return False
         return isinstance(committed, int) and committed >= step
 
+    def settle(self, step: int | None, timeout_s: float, *, aloud: bool) -> None:
+        """At the end of a run: wait for its last snapshot, then say what was not saved. Warnings only: the run itself has ended well."""
+        try:
+            if step is not None and self.lost is None:
+                self.wait_for_step(step, timeout_s)
+        except errors.SaveFailed as error:
+            warnings.warn(f"{error}; older checkpoints are untouched", SaveWarning, stacklevel=4)
+        if self.superseded and aloud:
+            print(
+                f"unbroken: {len(self.superseded)} snapshots stayed in memory only: writing takes longer than the interval", file=sys.stderr
+            )
+        if self.failures and aloud:
+            steps = ", ".join(str(f.step) for f in self.failures)
+            print(f"unbroken: checkpoints that were not saved: steps {steps} (first: {self.failures[0].text})", file=sys.stderr)
+
     def close(self) -> None:
         """Say goodbye; harmless when the daemon has gone."""
-        try:
+        with contextlib.suppress(OSError):  # nobody may be there to be told
             self._channel.send(Bye(), ())
-        except (ConnectionError, BrokenPipeError, OSError):
-            pass  # nobody is there to be told
         self._channel.close()
 
     def _receive(self, timeout_s: float) -> tuple[Message, list[int]]:

@@ -42,7 +42,7 @@ def from_memory(link: Link, plan: Plan, rank: int) -> Loaded:
     pieces: dict[str, tuple[Piece, Buffer]] = {
         p.piece.pointer: (p.piece, data[p.offset : p.offset + p.size_bytes])
         for p in index.pieces
-        if p.piece.scope == "logical" or mine is not None
+        if p.piece.scope == "logical" or mine is not None or p.piece.role == "compared"
     }
     return Loaded(pieces, own=mine is not None, slots=(slot,))
 
@@ -56,8 +56,10 @@ def from_disk(tier: Tier, plan: Plan, rank: int) -> Loaded:
     pieces: dict[str, tuple[Piece, Buffer]] = {}
     own = False
     for manifest in repository.manifests(commit):
-        wanted = [s for s in manifest.pieces if s.rank is None or s.rank == rank]
-        own = own or rank in manifest.ranks
+        known = rank in manifest.ranks
+        own = own or known
+        # a rank that was not there compares itself with rank 0
+        wanted = [s for s in manifest.pieces if s.rank in (None, rank) or (not known and s.rank == 0 and s.piece.role == "compared")]
         for stored, data in repository.read_pieces(manifest, wanted):
             pieces[stored.piece.pointer] = (stored.piece, data)
     return Loaded(pieces, own=own)

@@ -6,6 +6,7 @@ its root compared, between ranks and with what was saved, so that what trains on
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -89,7 +90,7 @@ class Start:
 
     def plan(self, link: Link) -> Plan:
         """Rank 0 asks where to start; all learn the answer, or its refusal."""
-        restarts = int(environment("TORCHELASTIC_RESTART_COUNT", "0") or "0")
+        restarts = int(environment("TORCHELASTIC_RESTART_COUNT", "0") or "0") if _opened_before() else 0
         question = Begin(
             world_size=self.exchange.world_size,
             resume=self.resume,  # type: ignore[arg-type]
@@ -197,6 +198,12 @@ class Start:
                 "(torch.manual_seed(...) with the same number on every rank)"
             )
         return root
+
+
+def _opened_before() -> bool:
+    """Has an earlier attempt of this launch opened the run? Without our launcher nobody knows, and a restart then implies that it has."""
+    path = environment("UNBROKEN_LAUNCH_FILE")
+    return not path or (os.path.exists(path) and os.path.getsize(path) > 0)
 
 
 _CONTAINER = object()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
+from io import BytesIO
 
 from unbroken.codec.digest import digest, join_leaves, rank_root, state_root
 from unbroken.core.errors import Damaged
@@ -14,7 +15,7 @@ from unbroken.store import paths
 from unbroken.store.packs import ALIGN_BYTES, MAX_CHUNK_BYTES, Read, read_chunk
 from unbroken.store.sealed import read_bounded, unseal
 
-_CACHED_CHUNKS = 4
+_CACHED_CHUNKS = 2
 
 
 def roots(pieces: Iterable[StoredPiece], ranks: Sequence[int]) -> tuple[str, tuple[str, ...]]:
@@ -98,7 +99,7 @@ def commit_entry(manifests: Sequence[tuple[Manifest, ManifestRef]], milestone: b
 
 
 def read_pieces(tier: Tier, manifest: Manifest, wanted: Iterable[StoredPiece]) -> Iterator[tuple[StoredPiece, bytes]]:
-    """Pieces with their verified bytes, in the order of their chunks. Memory: a few chunks and one piece."""
+    """Pieces with their verified bytes, in the order of their chunks. Memory: three chunks and one piece."""
     chunks = _Chunks(tier, manifest)
     for stored in sorted(wanted, key=lambda s: s.extents[0].chunk if s.extents else -1):
         yield stored, _assemble(stored, chunks)
@@ -122,17 +123,17 @@ class _Chunks:
 
 
 def _assemble(stored: StoredPiece, chunks: _Chunks) -> bytes:
-    views, leaves = [], []
+    whole, leaves = BytesIO(), []
     for extent in stored.extents:
         data, of_chunk = chunks.get(extent.chunk)
-        views.append(data if extent.length == len(data) else data[extent.offset : extent.offset + extent.length])
+        whole.write(memoryview(data)[extent.offset : extent.offset + extent.length])
         leaves += of_chunk
-    whole = views[0] if len(views) == 1 else b"".join(views)
-    value = join_leaves(leaves) if is_cut_at_leaves(stored, chunks.refs) else digest(whole)
-    if len(whole) != stored.size_bytes or value != stored.digest:
+    piece = whole.getvalue()  # without a copy: a joined list would need the piece twice
+    value = join_leaves(leaves) if is_cut_at_leaves(stored, chunks.refs) else digest(piece)
+    if len(piece) != stored.size_bytes or value != stored.digest:
         path = chunks.refs[stored.extents[0].chunk].pack if stored.extents else stored.piece.pointer
         raise Damaged(path, f"piece {stored.piece.pointer} does not match its digest")
-    return whole
+    return piece
 
 
 def is_cut_at_leaves(stored: StoredPiece, chunks: Sequence[ChunkRef]) -> bool:

@@ -123,7 +123,7 @@ class Repository:
         return next(read_pieces(self.tier, manifest, [stored]))[1]
 
     def read_pieces(self, manifest: Manifest, wanted: Iterable[StoredPiece]) -> Iterator[tuple[StoredPiece, bytes]]:
-        """Pieces with their verified bytes, in the order of their chunks, each chunk read once. Memory: a few chunks, one piece twice."""
+        """Pieces with their verified bytes, in the order of their chunks, each chunk read once. Memory: three chunks and one piece."""
         return read_pieces(self.tier, manifest, wanted)
 
     def write(

@@ -474,6 +474,27 @@ def test_an_object_with_state_dict_is_graded_and_its_order_is_not_recomputed() -
     assert expected({"units": 4, "data": source.facts()}, 1) is None
 
 
-def test_an_object_that_gives_nothing_is_an_error_and_no_endless_loop() -> None:
+@pytest.mark.parametrize("epochs", [None, 1])
+def test_an_object_that_gives_nothing_is_an_error_and_no_endless_loop(epochs: int | None) -> None:
     with pytest.raises(ValueError, match="gave no batch in a whole pass"):
-        take(bound(Resumable(0, 7)), 1)
+        take(bound(Resumable(0, 7), epochs=epochs), 1)
+
+
+class StatefulDataLoader(DataLoader[Any]):
+    """As torchdata's: a DataLoader that iterates and batches by classes of its own."""
+
+    def __iter__(self) -> Any:
+        raise AssertionError("not asked")
+
+    def state_dict(self) -> dict[str, Any]:
+        raise AssertionError("not asked")
+
+    load_state_dict = state_dict  # type: ignore[assignment]
+
+
+def test_our_sampler_in_a_stateful_loader_is_exact_at_any_world_size() -> None:
+    dataset = keyed(Augmented())
+    loader = StatefulDataLoader(dataset, batch_size=2, sampler=Sampler(dataset, global_batch=8, seed=7))
+    source = bound(loader)
+    assert source.grade == "exact"
+    assert plain(take(source, 3)) == plain(take(bound(sampled()), 3))

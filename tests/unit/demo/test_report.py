@@ -146,6 +146,14 @@ def test_phases_are_contiguous_and_sum_to_the_total() -> None:
     assert found[-1].source == "disk" and found[-1].world_size == 4
 
 
+def test_a_phase_without_work_takes_no_time_whichever_rank_noted_its_end() -> None:
+    events = moments(10.0)
+    events[2] = EventRecord(name="caught_up", step=1, at={"compensate": 12.505, "first_step": 13.3})
+    (found,) = recoveries([strike("drain", 16, 0, 10.0)], {1: events}, {1: curve(1, 3, "memory", 16, 20, 20)}, {})
+    assert found.compensate_s == 0
+    assert abs(sum(seconds for _, seconds in found.phases()) - found.total_s) < 1e-9
+
+
 def test_a_recovery_without_all_its_moments_is_not_invented() -> None:
     events = {1: moments(10.0)[:2]}
     assert recoveries([strike("step.forward", 14, 0, 10.0)], events, {1: curve(1, 3, "memory", 11, 20, 20)}, {}) == []

@@ -178,3 +178,16 @@ def test_B12_c_a_folder_that_another_writer_makes_first_is_no_error(tmp_path: Pa
     tier = DiskTier(str(tmp_path / "root"))
     tier.create("a/b/c", [b"x"])
     assert tier.list("") == ["a/b/c"]
+
+
+def test_a_link_that_succeeded_but_was_called_a_failure_is_a_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.link
+
+    def link(source: str, target: str, **kwargs: bool) -> None:
+        real(source, target, **kwargs)
+        raise FileExistsError(errno.EEXIST, "asked twice", target)
+
+    monkeypatch.setattr(os, "link", link)
+    tier = DiskTier(str(tmp_path))
+    assert tier.create("a", [b"x"]) == 1
+    assert files(tmp_path) == ["a"]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterable
+from pathlib import Path
 
 import msgspec
 import pytest
 
+from tests.rigs.memory import at_most
 from tests.rigs.store_run import (
     FACTS,
     WRITER,
@@ -32,8 +35,9 @@ from unbroken.core.errors import Damaged, Fenced, ForeignFolder, NewerFormat, No
 from unbroken.core.ports import Buffer, arm
 from unbroken.core.records import CommitEntry, Manifest, ManifestRef
 from unbroken.store.journal import first_chain
-from unbroken.store.repository import Repository
+from unbroken.store.repository import Part, Repository
 from unbroken.store.sealed import seal
+from unbroken.store.tiers.disk import DiskTier
 from unbroken.store.tiers.memory import MemoryTier
 
 CLOCK = StillClock()
@@ -460,3 +464,44 @@ def test_many_small_pieces_take_time_in_proportion() -> None:
     small, large = took(2_000), took(20_000)
     assert large < 20
     assert large < 30 * small
+
+
+def test_a_run_that_was_moved_loads_and_holds_no_absolute_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    trainer = start(DiskTier("before"))
+    trainer.save(10)
+    trainer.save(20)
+    os.rename(tmp_path / "before", tmp_path / "after")
+    monkeypatch.chdir("/")
+    moved = Repository.open(DiskTier(str(tmp_path / "after")))
+    assert [whole_value(load(moved, c)) for c in moved.visible()] == [10, 20]
+    assert moved.verify().ok
+    for path in (tmp_path / "after").rglob("*"):
+        assert path.is_dir() or str(tmp_path).encode() not in path.read_bytes()
+
+
+def test_reading_and_verifying_write_nothing() -> None:
+    tier = three()
+    before = tier.snapshot()
+    repository = Repository.open(tier)
+    newest_good(repository)
+    repository.verify()
+    repository.refresh()
+    assert tier.snapshot() == before
+
+
+def test_a_large_state_is_written_and_read_in_little_more_memory_than_one_piece(tmp_path: Path) -> None:
+    size = 16 << 20
+    big = [Part(part(f"/w{i}", b"").piece, memoryview(os.urandom(size))) for i in range(4)]
+    tier = DiskTier(str(tmp_path / "run"))
+    trainer = start(tier)
+    with at_most(12 << 20):
+        commit = trainer.save(10, logical=big)
+    repository = Repository.open(tier)
+    manifest = manifest_of(repository, commit)
+    with at_most(size + (17 << 20)):
+        for stored, data in repository.read_pieces(manifest, manifest.pieces):
+            assert len(data) == stored.size_bytes
+            del data
+    with at_most(12 << 20):
+        assert repository.verify().ok

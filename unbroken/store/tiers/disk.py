@@ -46,7 +46,7 @@ class DiskTier:
             try:
                 size = _write_new(temporary, parts)
                 failpoint("store.create.before_link")
-                os.link(temporary, final, follow_symlinks=False)
+                _link(temporary, final)
                 failpoint("store.create.after_link")
             finally:
                 with suppress(FileNotFoundError):
@@ -166,6 +166,15 @@ def _write_new(path: str, parts: Iterable[Buffer]) -> int:
         return size
     finally:
         os.close(fd)
+
+
+def _link(temporary: str, final: str) -> None:
+    """Give the object its name, unless it is taken. On NFS a repeated request may call our own success a failure: the link count knows."""
+    try:
+        os.link(temporary, final, follow_symlinks=False)
+    except FileExistsError:
+        if os.stat(temporary).st_nlink != 2:
+            raise
 
 
 def _append_whole(fd: int, data: Buffer) -> None:

@@ -1,0 +1,182 @@
+"""Opening a run: what is fixed at its birth, what may not change later, and what a start tells the user."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+
+from unbroken.capture import facts
+from unbroken.capture.exchange import Exchange, join_world
+from unbroken.capture.loader import Source
+from unbroken.capture.ring import require_fixed_buckets
+from unbroken.capture.stack import Stack
+from unbroken.capture.tree import Item
+from unbroken.config import RunConfig
+from unbroken.core.errors import LayoutMismatch, Refused
+from unbroken.core.messages import Plan
+from unbroken.core.ports import Clock, environment
+from unbroken.order.ledger import check_same
+from unbroken.recover.link import Link
+from unbroken.recover.start import Counters, Start, fact_items
+from unbroken.store.tiers.disk import DiskTier
+
+
+class EnvironmentChanged(UserWarning):
+    """A compared fact (version, thread count, kernel setting, structure) is not what it was when the checkpoint was written."""
+
+
+@dataclass
+class Opening:
+    """One start of a run. After `open`, the live objects hold the state of `plan.step` and the generation stands in the log."""
+
+    directory: str
+    config: RunConfig
+    stack: Stack
+    source: Source
+    device: torch.device
+    clock: Clock
+    moments: dict[str, float] = field(default_factory=dict)
+    link: Link | None = None
+    exchange: Exchange = field(init=False)
+    start: Start = field(init=False)
+    num_units: int = 0
+
+    def __post_init__(self) -> None:
+        self.exchange = Exchange(self.device)
+
+    def open(self) -> tuple[Plan, Counters, list[Item]]:
+        """The plan that held, what was counted so far, and the compared and recorded pieces of this start."""
+        join_world(self.device)
+        self.exchange = Exchange(self.device)
+        if self.config.reduce == "ring":
+            require_fixed_buckets(self.stack.parts.models, self.exchange.world_size)
+        self.exchange.connect(f"start/{environment('TORCHELASTIC_RESTART_COUNT', '0')}")
+        self.start = Start(
+            directory=self.directory,
+            tier=DiskTier(self.directory),
+            exchange=self.exchange,
+            stack=self.stack,
+            clock=self.clock,
+            resume=self.config.resume,
+            options=self._birth_facts(),
+        )
+        self.link = self.start.connect()
+        self.moments["rendezvous"] = self.clock.monotonic()
+        plan = self.start.load(self.link, self.start.plan(self.link), self._adopt)
+        fixed = fact_items(self._fact_sheet(plan))
+        if plan.source != "fresh":
+            self.start.compare(self.start.stored, fixed)
+        self.start.open(self.link, plan, [*self.pieces(self.start.counters), *fixed])
+        tell_launcher(self.directory)
+        self.moments["rollback"] = self.clock.monotonic()
+        return plan, self.start.counters, fixed
+
+    def pieces(self, counters: Counters) -> list[Item]:
+        """Every restored piece as it stands now."""
+        where = {"step": counters.step, "consumed_samples": counters.samples, "seed": self.stack.streams.seed}
+        return self.stack.collect(where, counters.as_dict(), self.source.state())
+
+    def latest_moments(self) -> dict[str, float]:
+        """When each phase of the start ended on the last rank; all ranks call it."""
+        told = self.exchange.share(self.moments, dict[str, float])
+        return {name: max(moments[name] for moments in told) for name in self.moments}
+
+    def announce(self, plan: Plan, gradient_bytes: int) -> None:
+        """Tell the user on rank 0 where the run goes on, what it needs, and what is not as it was."""
+        if self.exchange.rank != 0:
+            return
+        origin = "a fresh start" if plan.source == "fresh" else f"step {plan.step} from {plan.source}"
+        units = f"{self.num_units} units per step on {self.exchange.world_size} ranks, {plan.options['threads']} threads each"
+        print(f"unbroken: {self.directory}: {origin}, generation {plan.generation}; {units}; {gradient_bytes >> 20} MiB of gradients")
+        for note in (*plan.notes, *self.start.notes):
+            print(f"unbroken: {note}", file=sys.stderr)
+        for difference in self.start.differences:
+            warnings.warn(f"not as it was at the checkpoint, the claim is limited: {difference}", EnvironmentChanged, stacklevel=5)
+
+    def _birth_facts(self) -> dict[str, Any]:
+        """What is fixed when the run is born; a run that exists answers with its own."""
+        return {
+            "units": self.config.units or self.source.default_units(self.exchange.world_size),
+            "seed": self.stack.streams.seed,
+            "threads": self.config.threads or (1 if self.device.type == "cpu" else torch.get_num_threads()),
+            "reduce": self.config.reduce,
+            "keep": self.config.keep,
+            "data": self.source.facts(),
+            "grade": self.source.grade,
+        }
+
+    def _adopt(self, plan: Plan) -> None:
+        """Take over the birth facts; refuse arguments that contradict them."""
+        born, config = plan.options, self.config
+        mine = {"seed": config.seed, "units": config.units, "threads": config.threads, "reduce": config.reduce}
+        wrong = [f"{k}: born with {born.get(k)!r}, now {v!r}" for k, v in mine.items() if v is not None and born.get(k) != v]
+        if config.reduce == "ring" and plan.stored_world_size not in (0, self.exchange.world_size):
+            wrong.append(f"world size: {plan.stored_world_size} at the checkpoint, now {self.exchange.world_size} (reduce='ring' keeps it)")
+        if wrong:
+            text = "this run was born with other facts:\n  " + "\n  ".join(wrong) + "\nGive them as they were, or start another folder"
+            raise LayoutMismatch(text, mismatched=tuple(wrong))
+        check_same(born.get("data", {}), self.source.facts())
+        self.num_units = born["units"]
+        self.stack.streams.seed = born["seed"]
+        torch.set_num_threads(born["threads"])
+
+    def _fact_sheet(self, plan: Plan) -> dict[str, Any]:
+        environment_facts = {
+            "versions": facts.versions(),
+            "kernels": facts.kernel_settings(self.device),
+            "variables": facts.variables(),
+        }
+        layout = {n: {"shape": list(p.shape), "placement": "replicated"} for n, p in self.stack.parameters().items()}
+        topology = facts.topology(self.exchange.rank, self.exchange.world_size, plan.generation)
+        return {
+            "/model/structure": (self.stack.structure(), "compared", "logical", "framework"),
+            "/environment": (environment_facts, "compared", "rank", "hardware"),
+            "/options": (plan.options, "recorded", "logical", "scheduling"),
+            "/hardware": (facts.hardware(self.device), "recorded", "rank", "hardware"),
+            "/topology": (topology, "recorded", "rank", "scheduling"),
+            "/layout": (layout, "recorded", "logical", "scheduling"),
+        }
+
+
+def device_of(models: Mapping[str, nn.Module]) -> torch.device:
+    """Where the parameters are; ValueError when there are none."""
+    for model in models.values():
+        for parameter in model.parameters():
+            return parameter.device
+    raise ValueError("model has no parameters: pass the module whose parameters the optimizer holds")
+
+
+def refuse_sync_batch_norm(models: Mapping[str, nn.Module]) -> None:
+    """Refused, because such a model cannot be exact over world sizes."""
+    for model in models.values():
+        for name, module in model.named_modules():
+            if isinstance(module, nn.SyncBatchNorm):
+                raise Refused(
+                    f"{name or 'the model'} is SyncBatchNorm, whose result depends on which ranks compute a step; "
+                    "use BatchNorm, whose buffers Run averages over units, or GroupNorm"
+                )
+
+
+def refuse_metric_schedulers(schedulers: Mapping[str, Any]) -> None:
+    """TypeError for a scheduler that only the user's loop can step."""
+    for scheduler in schedulers.values():
+        if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            raise TypeError(
+                "ReduceLROnPlateau needs a metric at each step, which only your loop knows: pass it as extras={'plateau': scheduler} "
+                "and call its step(metric) yourself after run.step(); its state is saved with the run"
+            )
+
+
+def tell_launcher(directory: str) -> None:
+    """The launcher learns where the run lives, so that it can keep the daemon through restarts; a later attempt, that it was opened."""
+    path = environment("UNBROKEN_LAUNCH_FILE")
+    if path and environment("LOCAL_RANK", "0") == "0":
+        with open(path, "ab") as file:
+            file.write(msgspec.json.encode({"directory": directory}) + b"\n")
