@@ -79,7 +79,7 @@ class Daemon:
             signal.signal(sig, self._end)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         signal.set_wakeup_fd(self._server.wake_fd, warn_on_full_buffer=False)
-        self._board.start()
+        self._board.drainer.start()
         while not self._is_over():
             self._server.turn(self._patience_s())
             while self._outcomes:

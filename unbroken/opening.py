@@ -43,13 +43,19 @@ class Opening:
     device: torch.device
     clock: Clock
     moments: dict[str, float] = field(default_factory=dict)
-    link: Link | None = None
+    link: Link = field(init=False)
     exchange: Exchange = field(init=False)
     start: Start = field(init=False)
     num_units: int = 0
 
     def __post_init__(self) -> None:
         self.exchange = Exchange(self.device)
+
+    def close(self) -> None:
+        """Let the daemon and the other ranks go, as far as they were reached."""
+        if hasattr(self, "link"):
+            self.link.close()
+        self.exchange.abandon()
 
     def open(self) -> tuple[Plan, Counters, list[Item]]:
         """The plan that held, what was counted so far, and the compared and recorded pieces of this start."""

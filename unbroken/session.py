@@ -33,21 +33,17 @@ from unbroken.capture.update import Applied, Update, scaled
 from unbroken.chaos import arm_from_environment
 from unbroken.cluster.preempt import StopRequest
 from unbroken.config import Options, Pace, RunConfig, resolve
-from unbroken.core.limits import DRAIN_TIMEOUT_S, REPLY_TIMEOUT_S, SLOT_WAIT_S
-from unbroken.core.messages import Refuse, Status, StatusReply, Verdict
+from unbroken.core.limits import DRAIN_TIMEOUT_S, SLOT_WAIT_S
+from unbroken.core.messages import Refuse, Status, StatusReply
 from unbroken.core.ports import Clock, SystemClock, failpoint, position
 from unbroken.opening import EnvironmentChanged, Opening, device_of, refuse_metric_schedulers, refuse_sync_batch_norm
 from unbroken.order.ledger import unit_digest
 from unbroken.order.units import blocks
 from unbroken.recover.diary import Diary
-from unbroken.recover.link import DaemonLost, Link, SaveWarning
+from unbroken.recover.link import Link, SaveWarning, StepLost
 from unbroken.recover.snapshots import Snapshots, expected_bytes
 
 __all__ = ["EnvironmentChanged", "Run", "SaveWarning", "StepLost"]
-
-
-class StepLost(RuntimeError):
-    """A collective failed and not every rank is still at the step's beginning: this process must end, the launcher restarts all."""
 
 
 class Run:
@@ -110,7 +106,7 @@ class Run:
     def _begin(self) -> None:
         opening = self._opening
         self._plan, self._counters, self._facts = opening.open()
-        self._exchange = opening.exchange
+        self._exchange, self._link = opening.exchange, opening.link
         rank, world_size = self._exchange.rank, self._exchange.world_size
         self._stop.install()
         kind = RingUpdate if self._config.reduce == "ring" else Update
@@ -164,9 +160,7 @@ class Run:
     def _let_go(self) -> None:
         """Give back what a failed start or an ended run holds."""
         self._source.close()
-        if self._opening.link is not None:
-            self._opening.link.close()
-        self._opening.exchange.abandon()
+        self._opening.close()
         self._stop.remove()
 
     def __enter__(self) -> Run:
@@ -181,11 +175,6 @@ class Run:
             self.close()
 
     # -- the loop -----------------------------------------------------------------------------------------------------------
-
-    @property
-    def _link(self) -> Link:
-        assert self._opening.link is not None, "the run has not been opened"
-        return self._opening.link
 
     @property
     def completed(self) -> int:
@@ -263,8 +252,10 @@ class Run:
         if done != due:
             raise RuntimeError(f"run.step() after {done} of {due} units: iterate over the whole batch")
         failpoint("step.reduce")
+        # rank 0 decides about a snapshot one step ahead, so that the word travels with the reduction
+        snapshot_next = self._exchange.rank == 0 and self._snapshots.has_room() and self._pace.due_after(self._counters.step + 2)
         try:
-            reduced = self._update.reduce(stop=self._stop.requested, snapshot_next=self._snapshot_after_next())
+            reduced = self._update.reduce(stop=self._stop.requested, snapshot_next=snapshot_next)
         except ExchangeFailed as error:
             self._outcome = False
             self._refuse(error)
@@ -294,18 +285,12 @@ class Run:
         """A retry in place needs every member's word that it has applied nothing: a failed collective proves nothing about others."""
         step = self._counters.step + 1
         self._exchange.abandon()
-        refuse = Refuse(
-            generation=self._plan.generation, step=step, attempt=self._attempt, rank=self._exchange.rank, reason=str(error)[:1000]
+        generation, rank = self._plan.generation, self._exchange.rank
+        self._attempt = self._link.retry(
+            Refuse(generation=generation, step=step, attempt=self._attempt, rank=rank, reason=str(error)[:1000]), error
         )
-        try:
-            verdict, _ = self._link.ask(refuse, Verdict, REPLY_TIMEOUT_S)
-        except (DaemonLost, TimeoutError) as lost:
-            raise StepLost(f"step {step} was refused ({error}) and the daemon gave no verdict ({lost})") from error
-        if not verdict.retry:
-            raise StepLost(f"step {step} cannot be tried again in place: {verdict.reason} ({error})") from error
-        self._attempt = verdict.attempt
         self._update.undo()
-        self._exchange.connect(f"{self._plan.generation}/{step}/{verdict.attempt}")
+        self._exchange.connect(f"{generation}/{step}/{self._attempt}")
         self._cursor.repeat(step)
 
     # -- boundaries and snapshots -------------------------------------------------------------------------------------------
@@ -359,10 +344,6 @@ class Run:
         self._saved_step = self._unconfirmed = taken.step
         self._pace.saved()
         self._diary.captured(taken)
-
-    def _snapshot_after_next(self) -> bool:
-        """Rank 0 decides, one step ahead, so that the word travels with the reduction."""
-        return self._exchange.rank == 0 and self._snapshots.has_room() and self._pace.due_after(self._counters.step + 2)
 
     def _pieces(self) -> list[Item]:
         return [*self._opening.pieces(self._counters), *self._facts]

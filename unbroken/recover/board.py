@@ -35,7 +35,7 @@ class Board:
         self.witnessed = False
         self._tell = tell
         self._folder = folder
-        self._drainer = Drainer(folder, drained)
+        self.drainer = Drainer(folder, drained)
         self._chronicles: dict[int, Chronicle] = {}
         self._current: Chronicle | None = None
         self._held: dict[Stamp, MemoryCut] = {}
@@ -70,15 +70,11 @@ class Board:
         """ "draining" while a snapshot is on its way to disk or waits for that, else "idle"."""
         return "draining" if self._draining is not None or self._next() is not None else "idle"
 
-    def start(self) -> None:
-        """Start the drain."""
-        self._drainer.start()
-
     def stop(self) -> bool:
         """Make journals durable and end the drain; False if it did not end in time."""
         if self._current is not None:
-            self._drainer.sync(self._current)
-        stopped = self._drainer.stop(0.0 if self._draining is not None else DRAIN_TIMEOUT_S)
+            self.drainer.sync(self._current)
+        stopped = self.drainer.stop(0.0 if self._draining is not None else DRAIN_TIMEOUT_S)
         if stopped:
             self.table.close()
         return stopped
@@ -91,13 +87,13 @@ class Board:
         """A generation has been opened: what is newer than its base is gone."""
         self.table.discard_after(chronicle.generation.base_step)
         if self._current is not None:
-            self._drainer.sync(self._current)
+            self.drainer.sync(self._current)
         self._current = chronicle
         self._chronicles[chronicle.generation.number] = chronicle
         self._announced.clear()
         for stamp in [stamp for stamp, fate in self._fates.items() if fate == "failed" and stamp[0] == self._base_step]:
             del self._fates[stamp]  # what the run goes on from deserves another try
-        self._drainer.sync(chronicle)
+        self.drainer.sync(chronicle)
         self.settle()
 
     def forget(self) -> None:
@@ -132,7 +128,7 @@ class Board:
         self._unsynced += len(records)
         if self._unsynced >= SYNC_LINES:
             self._unsynced = 0
-            self._drainer.sync(self._current)
+            self.drainer.sync(self._current)
 
     def write_events(self, events: Iterable[EventRecord]) -> None:
         """Append events, if there is a journal."""
@@ -149,7 +145,7 @@ class Board:
         if self._draining is None and waiting is not None:
             self._draining = waiting
             slots, chronicle = tuple(self.table.find(waiting.slots)), self._chronicles[waiting.generation]
-            self._drainer.submit(Cargo(waiting, self._folder.repository, slots, chronicle))
+            self.drainer.submit(Cargo(waiting, self._folder.repository, slots, chronicle))
 
     def drained(self, outcome: Outcome) -> None:
         """The drain has finished with a cut."""

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from unbroken.core import errors
 from unbroken.core.limits import REPLY_TIMEOUT_S
-from unbroken.core.messages import Bye, Committed, Error, Failed, Hello, Message, Status, StatusReply, Welcome
+from unbroken.core.messages import Bye, Committed, Error, Failed, Hello, Message, Refuse, Status, StatusReply, Verdict, Welcome
 from unbroken.core.ports import Clock
 from unbroken.shm.channel import Channel, connect
 
@@ -19,6 +19,10 @@ M = TypeVar("M")
 
 class DaemonLost(errors.UnbrokenError):
     """The node daemon has gone; training can go on, but nothing is saved until it is back."""
+
+
+class StepLost(RuntimeError):
+    """A collective failed and not every rank is still at the step's beginning: this process must end, the launcher restarts all."""
 
 
 class SaveWarning(UserWarning):
@@ -78,6 +82,16 @@ class Link:
             if isinstance(message, Error):
                 raise_error(message)
             self._note(message)
+
+    def retry(self, refuse: Refuse, why: Exception) -> int:
+        """Ask whether a refused step may be tried again in place: the number of the next attempt, else StepLost."""
+        try:
+            verdict, _ = self.ask(refuse, Verdict)
+        except (DaemonLost, TimeoutError) as lost:
+            raise StepLost(f"step {refuse.step} was refused ({why}) and the daemon gave no verdict ({lost})") from why
+        if not verdict.retry:
+            raise StepLost(f"step {refuse.step} cannot be tried again in place: {verdict.reason} ({why})") from why
+        return verdict.attempt
 
     def poll(self) -> None:
         """Take in what has arrived, without waiting. A failed save becomes one warning."""

@@ -89,11 +89,6 @@ class Slot:
         return self._words[_HOLD_WORD] != 0
 
     @property
-    def generation(self) -> int:
-        """Generation of the contents; means something only when READY."""
-        return int(self._facts()[0])
-
-    @property
     def step(self) -> int:
         """Step of the contents; means something only when READY."""
         return int(self._facts()[1])
@@ -228,7 +223,7 @@ def pick(slots: Sequence[Slot]) -> Slot | None:
     Unwritten slots come first, then the oldest READY one, which is given up only while another READY one remains.
     """
     waiting = [slot for slot in slots if not slot.is_ready and not slot.held]
-    ready = sorted((slot for slot in slots if slot.is_ready), key=lambda slot: (slot.step, slot.generation, slot.milestone))
+    ready = sorted((slot for slot in slots if slot.is_ready), key=lambda slot: (slot.step, slot.stamp[0], slot.milestone))
     overwritable = ready if len(ready) > 1 else []
     for slot in [*waiting, *(slot for slot in overwritable if not slot.held)]:
         if slot.claim():
