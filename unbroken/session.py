@@ -40,7 +40,7 @@ from unbroken.opening import EnvironmentChanged, Opening, device_of, refuse_metr
 from unbroken.order.ledger import unit_digest
 from unbroken.order.units import blocks
 from unbroken.recover.diary import Diary
-from unbroken.recover.link import Link, SaveWarning, StepLost
+from unbroken.recover.link import SaveWarning, StepLost
 from unbroken.recover.snapshots import Snapshots, expected_bytes
 
 __all__ = ["EnvironmentChanged", "Run", "SaveWarning", "StepLost"]
@@ -91,9 +91,7 @@ class Run:
         self._stop = StopRequest()
         self._streams = Streams(seed, device)
         self._stack = Stack(parts, self._streams)
-        self._scaler = scaler
-        self._closed = False
-        self.loss = float("nan")
+        self._scaler, self._closed, self.loss = scaler, False, float("nan")
         self._opening = Opening(self._directory, self._config, self._stack, self._source, device, self._clock, moments)
         try:
             self._begin()
