@@ -5,8 +5,8 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
-import tempfile
 import stat
+import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
