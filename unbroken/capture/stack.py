@@ -187,6 +187,7 @@ class Stack:
                 missing.append(place)
                 continue
             wrong += _group_differences(place, rebuild(pieces, place), self._groups(optimizer))
+            missing += [p for p in ("/optimizer/state" + (f"/{key}" if key else ""),) if p not in pieces]
         if missing or unexpected or wrong:
             lines = [f"missing in the checkpoint: {p}" for p in missing] + [f"not in the live state: {p}" for p in unexpected] + wrong
             text = "the checkpoint does not fit the live objects:\n  " + "\n  ".join(lines)

@@ -6,7 +6,7 @@ its rank passes `at` in its generation while it computes or captures `step` or a
 one JSON line to the file `UNBROKEN_FAULT_LOG`: later claims about detection and recovery are measured from there.
 
 "drain" is no failpoint but a moment: the rank's slot for `step` (or a later one) is READY, and the daemon makes it durable while the
-rank is already in the next forward.
+rank is already in the next forward. "preempt" asks like a scheduler does: SIGTERM for the launcher, or for the rank where there is none.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Fault(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     step: Count
     rank: Count
     generation: Count | None = None
-    action: Literal["kill", "raise", "stop"] = "kill"
+    action: Literal["kill", "raise", "stop", "preempt"] = "kill"
 
     def __post_init__(self) -> None:
         if self.at not in FAILPOINTS and self.at != DRAIN:
@@ -160,7 +160,10 @@ class Injector:
         record_strike(self._log, struck)
         if fault.action == "raise":
             raise InjectedFault(f"injected at {fault.at} of step {position[0]} on rank {fault.rank}")
-        os.kill(os.getpid(), signal.SIGKILL if fault.action == "kill" else signal.SIGSTOP)
+        if fault.action == "preempt":
+            os.kill(int(environment("UNBROKEN_LAUNCHER_PID", str(os.getpid()))), signal.SIGTERM)
+        else:
+            os.kill(os.getpid(), signal.SIGKILL if fault.action == "kill" else signal.SIGSTOP)
 
 
 def arm_from_environment(rank: int, generation: int, phase: Callable[[], str] | None = None) -> None:

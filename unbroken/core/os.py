@@ -163,6 +163,11 @@ def try_lock(fd: int) -> bool:
     return True
 
 
+def unlock(fd: int) -> None:
+    """Give a lock back even if a forked child still has a copy of the descriptor."""
+    fcntl.flock(fd, fcntl.LOCK_UN)
+
+
 def yield_to_others() -> None:
     """Give the calling thread the lowest ordinary priority.
 

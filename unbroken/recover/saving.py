@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 
 from unbroken.core.errors import Fenced, Refused, SaveFailed, UnbrokenError
 from unbroken.core.os import boot_id, hostname
@@ -55,8 +54,6 @@ class Saving:
         """Take the lease and open or create the run. Raises Fenced naming the holder, ForeignFolder, NewerFormat, OSError."""
         Repository.exists(tier)  # a foreign folder must not get so much as a lock file from us
         writer = Writer(host=hostname(), pid=os.getpid(), boot_id=boot_id(), since=clock.utc())
-        with suppress(FileExistsError):  # another process made it first; a file of that name fails in the next line
-            os.makedirs(tier.root, exist_ok=True)
         lease = WriterLease.acquire(tier.root, writer)
         try:
             if Repository.exists(tier):

@@ -6,11 +6,12 @@ What stands in the file is for people and for taking over. The lock file is neve
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 
 import msgspec
 
 from unbroken.core.errors import Fenced
-from unbroken.core.os import is_alive, try_lock
+from unbroken.core.os import is_alive, try_lock, unlock
 from unbroken.core.records import Writer
 from unbroken.store.paths import WRITER
 
@@ -34,7 +35,8 @@ class WriterLease:
         A process takes over its own lease (a notebook cell run again). Raises Fenced naming the holder when another process has it, and
         when a process of another host left it, which cannot be asked whether it lives.
         """
-        os.makedirs(root, exist_ok=True)
+        with suppress(FileExistsError):  # another process made it first; a file of that name fails below
+            os.makedirs(root, exist_ok=True)
         path = os.path.join(os.path.realpath(root), WRITER)
         earlier = _held.pop(path, None)
         is_own = earlier is not None and earlier.is_held
@@ -65,6 +67,7 @@ class WriterLease:
             return
         if self.is_held:
             os.ftruncate(self._fd, 0)
+            unlock(self._fd)
         os.close(self._fd)
         self._fd = -1
         if _held.get(self.path) is self:

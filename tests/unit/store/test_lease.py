@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -107,3 +109,33 @@ def test_a_child_that_inherited_the_lock_does_not_release_its_parents(tmp_path: 
     in_child(lambda say: None)
     assert try_in_child(str(tmp_path))[0].startswith("fenced")
     lease.release()
+
+
+def test_a_forked_child_does_not_keep_a_released_lease(tmp_path: Path) -> None:
+    """A DataLoader worker has copies of our descriptors; what we release must be free all the same."""
+    first = WriterLease.acquire(str(tmp_path), me())
+    ready, go = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(ready[1], b"x")
+        os.read(go[0], 1)
+        os._exit(0)
+    try:
+        os.read(ready[0], 1)
+        first.release()
+        done = subprocess.run([sys.executable, "-c", _ACQUIRE, str(tmp_path)], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    finally:
+        os.write(go[1], b"x")
+        os.waitpid(child, 0)
+        for fd in (*ready, *go):
+            os.close(fd)
+
+
+_ACQUIRE = """
+import sys, os
+from unbroken.core.records import Writer
+from unbroken.core.os import hostname, boot_id
+from unbroken.store.lease import WriterLease
+WriterLease.acquire(sys.argv[1], Writer(host=hostname(), pid=os.getpid(), boot_id=boot_id(), since="now")).release()
+"""
