@@ -84,6 +84,13 @@ class Opening:
         self.moments["rollback"] = self.clock.monotonic()
         return plan, self.start.counters, fixed
 
+    def reattach(self) -> Plan:
+        """Start and join a new daemon in mid-run; all ranks call it at one boundary. The live state is kept, nothing is loaded."""
+        self.link.close()
+        self.link = self.start.connect()
+        self.start.resume = "auto"
+        return self.start.continue_from(self.link, self.start.plan(self.link))
+
     def pieces(self, counters: Counters) -> list[Item]:
         """Every restored piece as it stands now."""
         where = {"step": counters.step, "consumed_samples": counters.samples, "seed": self.stack.streams.seed}

@@ -15,6 +15,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any, Unpack
@@ -25,6 +26,7 @@ from unbroken.capture.cursor import Cursor
 from unbroken.capture.exchange import ExchangeFailed
 from unbroken.capture.loader import Source, as_source
 from unbroken.capture.micro import Batch, Micro
+from unbroken.capture.reduce import Word
 from unbroken.capture.ring import RingUpdate
 from unbroken.capture.stack import Parts, Stack, keyed_parts
 from unbroken.capture.streams import Streams
@@ -33,6 +35,7 @@ from unbroken.capture.update import Applied, Update, scaled
 from unbroken.chaos import arm_from_environment
 from unbroken.cluster.preempt import StopRequest
 from unbroken.config import Options, Pace, RunConfig, resolve
+from unbroken.core.errors import UnbrokenError
 from unbroken.core.limits import DRAIN_TIMEOUT_S, SLOT_WAIT_S
 from unbroken.core.messages import Refuse, Status, StatusReply
 from unbroken.core.ports import Clock, SystemClock, failpoint, position
@@ -131,7 +134,7 @@ class Run:
         self._attempt = 0
         self._outcome: bool | None = None
         self._inside = self._looping = False
-        self._snapshot_next = self._stop_agreed = False
+        self._words = [Word()]
         self._wanted: tuple[bool, bool] | None = None
         self._boundary_open = fresh
         self._saved_step = -1 if fresh else self._plan.step
@@ -253,7 +256,7 @@ class Run:
         # rank 0 decides about a snapshot one step ahead, so that the word travels with the reduction
         snapshot_next = self._exchange.rank == 0 and self._snapshots.has_room() and self._pace.due_after(self._counters.step + 2)
         try:
-            reduced = self._update.reduce(stop=self._stop.requested, snapshot_next=snapshot_next)
+            reduced = self._update.reduce(Word(self._stop.requested, snapshot_next, self._link.lost is not None))
         except ExchangeFailed as error:
             self._outcome = False
             self._refuse(error)
@@ -262,8 +265,7 @@ class Run:
         self._outcome = True
         self._inside = False
         self._boundary_open = True
-        self._snapshot_next = reduced.facts[0].snapshot_next
-        self._stop_agreed = any(rank.stop for rank in reduced.facts)
+        self._words = [rank.word for rank in reduced.facts]
         self._count(applied)
         self._pace.step_done()
         failpoint("step.applied")
@@ -318,19 +320,36 @@ class Run:
         if not self._boundary_open:
             return
         self._boundary_open = False
-        first = self._counters.step == 0
-        stop = not first and self._stop_agreed
+        first, last = self._counters.step == 0, self._at_end()
+        stop = any(word.stop for word in self._words)
+        urgent = stop or last or self._wanted is not None
+        if urgent or self._pace.due:
+            self._reattach()
         if self._wanted is not None:
             wanted, self._wanted = self._wanted, None
             self._save_now(*wanted)
-        elif first or stop or self._at_end() or self._pace.due:
-            self._snapshot(milestone=False, wait_s=DRAIN_TIMEOUT_S if stop or self._at_end() else SLOT_WAIT_S)
+        elif first or urgent or self._pace.due:
+            self._snapshot(milestone=False, wait_s=DRAIN_TIMEOUT_S if urgent else SLOT_WAIT_S)
         if not first:
-            self._pace.due = self._snapshot_next
+            self._pace.due = self._words[0].snapshot_next
         if stop:
             self._diary.event("stopped", self._counters.step, signal=self._stop.name)
             self.close()
             sys.exit(0)
+
+    def _reattach(self) -> None:
+        """Where some rank has lost the daemon, go on with another one in a new generation; if that fails, go on without for now."""
+        if not any(word.daemon_lost for word in self._words):
+            return
+        try:
+            self._plan = self._opening.reattach()
+        except (UnbrokenError, OSError) as error:
+            warnings.warn(f"no daemon could be started, nothing is saved for now: {error}", SaveWarning, stacklevel=4)
+            return
+        self._link = self._opening.link
+        self._diary = self._diary.continued(self._link, self._plan)
+        self._snapshots.move(self._link, self._plan.generation)
+        position[1] = self._plan.generation
 
     def _snapshot(self, *, milestone: bool, wait_s: float) -> None:
         if self._saved_step == self._counters.step and not milestone:

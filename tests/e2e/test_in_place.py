@@ -115,3 +115,22 @@ def test_under_plain_python_a_killed_trainer_leaves_nothing_behind(tmp_path: Pat
     process.kill()
     process.wait()
     wait_until(lambda: not processes_of(directory), 5, "no process of the run is left")
+
+
+@pytest.mark.parametrize("when", [2, 4])
+def test_I9_a_killed_daemon_is_replaced_and_nothing_is_lost(tmp_path: Path, when: int) -> None:
+    """Memory slots die with it; the run goes on, opens a generation with another daemon and ends exact."""
+    expected = reference(tmp_path / "reference", 12)
+    directory = tmp_path / "run"
+    process = launch(directory, 12, ranks=3, TORTURE_SLEEP="0.2")
+    wait_until(lambda: _steps(directory) >= when, 60, "some steps")
+    daemon = next(int(line.split()[0]) for line in processes_of(directory) if "unbroken.agent" in line)
+    os.kill(daemon, signal.SIGKILL)
+    code, out, err = finish(process)
+    assert code == 0, err
+    assert json.loads(out.splitlines()[-1])["root"] == expected["root"]
+    records = journal(directory)
+    assert [r["step"] for r in records if r["type"] == "step" and r["clock"][0][0] == 1][-1] == 12
+    assert any(r.get("name") == "continued" for r in records)
+    certificate = unbroken.open(str(directory)).certify(against=str(tmp_path / "reference"))
+    assert certificate.grade == "exact", certificate

@@ -149,4 +149,7 @@ def _walk(directory: Path) -> Iterator[Path]:
 
 def bits_of(model: nn.Module) -> dict[str, bytes]:
     """The bytes of every parameter and buffer."""
-    return {name: value.detach().clone().flatten().contiguous().view(torch.uint8).numpy().tobytes() for name, value in model.state_dict().items()}
+    return {
+        name: value.detach().clone().flatten().contiguous().view(torch.uint8).numpy().tobytes()
+        for name, value in model.state_dict().items()
+    }

@@ -10,6 +10,7 @@ import json
 import os
 import random
 import sys
+import time
 
 import numpy as np
 import torch
@@ -79,6 +80,7 @@ def main() -> None:
     rank = int(os.environ.get("RANK", "0"))
     losses = []
     for batch in run:
+        time.sleep(float(os.environ.get("TORTURE_SLEEP", "0")))
         for micro in batch:
             x, y, scale = micro.data
             micro.backward(F.cross_entropy(run.model(x, scale), y))

@@ -37,12 +37,19 @@ class UnitFacts(Struct, frozen=True, array_like=True):
     integers: str
 
 
+class Word(Struct, frozen=True, array_like=True):
+    """What a rank has to say beside its units: asked to stop, a snapshot at the boundary after next (rank 0), its daemon has gone."""
+
+    stop: bool = False
+    snapshot_next: bool = False
+    daemon_lost: bool = False
+
+
 class RankFacts(Struct, frozen=True, array_like=True):
     """What one rank tells all others in a step's payload. `integers` are raw new values of integer buffers, "" if it had no unit."""
 
     units: tuple[UnitFacts, ...]
-    stop: bool = False
-    snapshot_next: bool = False
+    word: Word = Word()
     present: bytes = b""
     integers: bytes = b""
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from unbroken.capture.exchange import Exchange
-from unbroken.capture.reduce import RankFacts, Reduced, UnitFacts
+from unbroken.capture.reduce import RankFacts, Reduced, UnitFacts, Word
 from unbroken.capture.stack import Stack
 from unbroken.capture.update import Update, bits
 
@@ -53,12 +53,12 @@ class RingUpdate(Update):
         """Keep the unit's facts; its gradient stays in `.grad`."""
         self.keep(unit, digest, weight, loss)
 
-    def reduce(self, *, stop: bool, snapshot_next: bool) -> Reduced:
+    def reduce(self, word: Word) -> Reduced:
         """Tell all ranks what each has computed; rank 0's buffers become everybody's, as DDP would make them at the next forward."""
         units = tuple(
             UnitFacts(u.unit, u.digest, u.weight, bits(float("nan") if u.loss is None else u.loss.item()), "") for u in self.collected
         )
-        facts = self._exchange.share(RankFacts(units=units, stop=stop, snapshot_next=snapshot_next), RankFacts)
+        facts = self._exchange.share(RankFacts(units=units, word=word), RankFacts)
         for buffer in self._all_buffers():
             flat = buffer.detach().contiguous().flatten().view(torch.uint8)
             if flat.numel():

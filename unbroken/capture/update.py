@@ -15,7 +15,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from unbroken.capture.exchange import Exchange
-from unbroken.capture.reduce import OrderedReduction, RankFacts, Reduced, UnitFacts
+from unbroken.capture.reduce import OrderedReduction, RankFacts, Reduced, UnitFacts, Word
 from unbroken.capture.stack import Stack
 from unbroken.codec.digest import text_digest
 from unbroken.core.ports import failpoint
@@ -126,7 +126,7 @@ class Update:
         """Remember a unit's facts until the collective phase; nothing is read from the device yet."""
         self.collected.append(_Unit(unit, digest, weight, None if loss is None else loss.detach().double(), changed, integers))
 
-    def reduce(self, *, stop: bool, snapshot_next: bool) -> Reduced:
+    def reduce(self, word: Word) -> Reduced:
         """The collective phase. Raises ExchangeFailed; the state is then still that of the step's beginning."""
         self._rewind()
         units, raw = [], b""
@@ -140,7 +140,7 @@ class Update:
                 raw = b"".join(tensor_bytes(b) for b in u.integers or ())
                 digest = text_digest(raw)[:32]
             units.append(UnitFacts(u.unit, u.digest, u.weight, bits(0.0 if u.loss is None else u.loss.item()), digest))
-        facts = RankFacts(units=tuple(units), stop=stop, snapshot_next=snapshot_next, present=bytes(present), integers=raw)
+        facts = RankFacts(units=tuple(units), word=word, present=bytes(present), integers=raw)
         return self.reduction.reduce(facts)
 
     def apply(self, reduced: Reduced, clip_grad_norm: float | None) -> Applied:

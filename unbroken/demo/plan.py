@@ -61,9 +61,7 @@ def plan_faults(seed: int, ranks: int) -> Plan:
     power = fault("step.forward", _POWER, len(kills), "stop")
     preemption = fault("step.forward", _PREEMPTION, len(kills) + 1, "preempt")
     ranks_after = dice.choice(others[ranks])
-    return Plan(
-        seed=seed, ranks=ranks, ranks_after=ranks_after, total_steps=TOTAL_STEPS, kills=kills, power=power, preemption=preemption
-    )
+    return Plan(seed=seed, ranks=ranks, ranks_after=ranks_after, total_steps=TOTAL_STEPS, kills=kills, power=power, preemption=preemption)
 
 
 def _sensible(at: str, steps: range) -> list[int]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
@@ -61,6 +62,8 @@ def main() -> None:
             micro.backward(model(micro.x, micro.y))
         if run.step(clip_grad_norm=1.0):
             ema.update_parameters(model)
+            if os.environ.get("RANK", "0") == "0":
+                print(f"step {run.completed} loss {run.loss:.4f}")
 
 
 if __name__ == "__main__":

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import warnings
+from collections import deque
+
+import msgspec
 
 from unbroken.capture.update import Applied
 from unbroken.core.messages import Journal, Plan
 from unbroken.core.records import EventRecord, Record, StepRecord
-from unbroken.recover.link import DaemonLost, Link, SaveWarning
+from unbroken.recover.link import DaemonLost, Link, SaveWarning, StepLost
 from unbroken.recover.snapshots import Taken
+
+
+RECORDS_PER_MESSAGE = 32
+"""A step's record takes some 100 bytes and 35 per unit: so many of 64 units stay below MAX_MESSAGE_BYTES."""
 
 
 class Diary:
@@ -21,6 +28,22 @@ class Diary:
         self._world_size = world_size
         self._aligned_s = 0.0
         self._compensated_s = 0.0
+        self._uncovered: deque[StepRecord] = deque()
+
+    def continued(self, link: Link, plan: Plan) -> Diary:
+        """The journal of the next generation, after the daemon has died: it starts with the steps that no checkpoint covers.
+
+        StepLost when steps between the newest checkpoint and those kept here are missing (a checkpoint was damaged meanwhile).
+        """
+        kept = [record for record in self._uncovered if record.step > plan.step]
+        if kept and kept[0].step != plan.step + 1:
+            raise StepLost(f"the daemon died, and steps {plan.step + 1} to {kept[0].step - 1} are in no checkpoint that can be read")
+        diary = Diary(link, plan, self._rank, self._world_size)
+        diary._aligned_s = diary._compensated_s = self._aligned_s
+        clock = [msgspec.structs.replace(r, clock=((plan.generation, r.step, self._world_size),)) for r in kept]
+        diary._uncovered.extend(clock)
+        diary.write(EventRecord(name="continued", step=plan.step, facts={"steps": len(kept)}), *clock)
+        return diary
 
     def start(self, moments: dict[str, float]) -> None:
         """The phases of the start; `moments` are when each ended, on the last rank, in monotonic seconds."""
@@ -39,6 +62,11 @@ class Diary:
             status=applied.status,
             time_s=now_s,
         )
+        covered = self._link.committed.step if self._link.committed is not None else -1
+        while self._uncovered and self._uncovered[0].step <= covered:
+            self._uncovered.popleft()
+        if self._rank == 0:
+            self._uncovered.append(record)
         self.write(record, *self._caught_up(step, now_s))
 
     def captured(self, taken: Taken) -> None:
@@ -55,9 +83,10 @@ class Diary:
         if self._rank != 0 or self._link.lost is not None:
             return
         try:
-            self._link.send(Journal(generation=self._plan.generation, records=records))
+            for i in range(0, len(records), RECORDS_PER_MESSAGE):
+                self._link.send(Journal(generation=self._plan.generation, records=records[i : i + RECORDS_PER_MESSAGE]))
         except DaemonLost as error:
-            warnings.warn(f"{error}; training goes on, but nothing is saved any more", SaveWarning, stacklevel=3)
+            warnings.warn(f"{error}; training goes on, another daemon is started at the next boundary", SaveWarning, stacklevel=3)
 
     def _caught_up(self, step: int, now_s: float) -> list[EventRecord]:
         """The step after the newest one in the old journal was in flight when the failure came."""

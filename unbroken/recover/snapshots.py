@@ -37,6 +37,11 @@ class Snapshots:
         self._slots: list[Slot] = []
         self._size = 0
 
+    def move(self, link: Link, generation: int) -> None:
+        """Go on with another daemon, which gives slots of its own at the next `take`."""
+        self.close()
+        self._link, self._generation = link, generation
+
     def reserve(self, size_bytes: int) -> None:
         """Have slots of at least this size; makes new ones only when those at hand are too small."""
         if self._slots and self._size >= size_bytes:

@@ -63,6 +63,7 @@ class Start:
     notes: tuple[str, ...] = ()
     loader_state: dict[str, Any] = field(default_factory=dict)
     stored: Mapping[str, tuple[Piece, bytes]] = field(default_factory=dict)
+    root: str = ""
     _digests: dict[str, str] = field(default_factory=dict)
     _own: bool = False
 
@@ -134,9 +135,16 @@ class Start:
         root = self._agree_on_root(list(live.values()))
         if plan.state_root and plan.state_root != root:
             raise CheckFailed(f"the state loaded at step {plan.step} has root {root[:16]}, stored was {plan.state_root[:16]}")
+        self.root = root
         opened = Opened(generation=plan.generation, step=plan.step, loaded_root=root, differences=self.differences)
         together(self.exchange, (lambda: link.ask(opened, Opened)) if self.exchange.rank == 0 else (lambda: None))
         return root
+
+    def continue_from(self, link: Link, plan: Plan) -> Plan:
+        """Open a generation on a plan without loading it: the live state descends from it."""
+        opened = Opened(generation=plan.generation, step=plan.step, loaded_root=plan.state_root or self.root)
+        together(self.exchange, (lambda: link.ask(opened, Opened)) if self.exchange.rank == 0 else (lambda: None))
+        return plan
 
     def compare(self, stored: Pieces, items: list[Item]) -> None:
         """Note every compared fact that is not what it was; all ranks' differences are joined."""
