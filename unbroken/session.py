@@ -15,7 +15,6 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-import warnings
 from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any, Unpack
@@ -30,21 +29,16 @@ from unbroken.capture.reduce import Word
 from unbroken.capture.ring import RingUpdate
 from unbroken.capture.stack import Parts, Stack, keyed_parts
 from unbroken.capture.streams import Streams
-from unbroken.capture.tree import Item
 from unbroken.capture.update import Applied, Update, scaled
 from unbroken.chaos import arm_from_environment
 from unbroken.cluster.preempt import StopRequest
-from unbroken.config import Options, Pace, RunConfig, resolve
-from unbroken.core.errors import UnbrokenError
-from unbroken.core.limits import DRAIN_TIMEOUT_S, SLOT_WAIT_S
-from unbroken.core.messages import Refuse, Status, StatusReply
+from unbroken.config import Options, RunConfig, resolve
 from unbroken.core.ports import Clock, SystemClock, failpoint, position
+from unbroken.keeping import Keeping
 from unbroken.opening import EnvironmentChanged, Opening, device_of, refuse_metric_schedulers, refuse_sync_batch_norm
 from unbroken.order.ledger import unit_digest
 from unbroken.order.units import blocks
-from unbroken.recover.diary import Diary
 from unbroken.recover.link import SaveWarning, StepLost
-from unbroken.recover.snapshots import Snapshots, expected_bytes
 
 __all__ = ["EnvironmentChanged", "Run", "SaveWarning", "StepLost"]
 
@@ -106,40 +100,29 @@ class Run:
 
     def _begin(self) -> None:
         opening = self._opening
-        self._plan, self._counters, self._facts = opening.open()
-        self._exchange, self._link = opening.exchange, opening.link
-        rank, world_size = self._exchange.rank, self._exchange.world_size
+        plan, self._counters, facts = opening.open()
+        self._exchange = opening.exchange
+        self._keeping = Keeping(opening, plan, self._counters, facts, self._clock)
         self._stop.install()
         kind = RingUpdate if self._config.reduce == "ring" else Update
         self._update = kind(self._stack, opening.num_units, self._exchange)
-        self._diary = Diary(self._link, self._plan, rank, world_size)
-        self._snapshots = Snapshots(self._link, self._clock, rank, world_size, self._plan.generation)
-        self._snapshots.reserve(expected_bytes(self._stack, self._pieces()))
+        rank, world_size = self._exchange.rank, self._exchange.world_size
         block = blocks(opening.num_units, world_size)[rank]
         self._source.bind(units=opening.num_units, block=block, rank=rank, world_size=world_size)
         self._cursor = Cursor(self._source, block)
         self._cursor.start(self._counters.step + 1, opening.start.loader_state)
-        arm_from_environment(rank, self._plan.generation, lambda: self._link.ask(Status(), StatusReply)[0].phase)
-        position[:] = [self._counters.step + 1, self._plan.generation]
-        self._start_clean()
-        opening.moments["align"] = self._clock.monotonic()
-        self._diary.start(opening.latest_moments())
-        opening.announce(self._plan, self._update.reduction.buffers_bytes)
-        atexit.register(self._at_exit)
-
-    def _start_clean(self) -> None:
-        """The loop's own variables, as they are between two steps."""
-        fresh = self._plan.source == "fresh"
-        self._pace = Pace(self._config.interval, self._clock, self._counters.step)
+        arm_from_environment(rank, plan.generation, self._keeping.phase)
+        position[:] = [self._counters.step + 1, plan.generation]
         self._attempt = 0
         self._outcome: bool | None = None
         self._inside = self._looping = False
         self._words = [Word()]
-        self._wanted: tuple[bool, bool] | None = None
-        self._boundary_open = fresh
-        self._saved_step = -1 if fresh else self._plan.step
-        self._unconfirmed = self._plan.step if self._plan.source == "memory" else None
+        self._boundary_open = plan.source == "fresh"
         self._streams_at_start: dict[str, Any] | None = self._streams.read()
+        opening.moments["align"] = self._clock.monotonic()
+        self._keeping.start()
+        opening.announce(plan, self._update.reduction.buffers_bytes)
+        atexit.register(self._at_exit)
 
     def close(self) -> None:
         """Commit the last boundary, wait until it is durable, let the daemon go. Warns where an automatic save had failed. Idempotent."""
@@ -151,11 +134,8 @@ class Run:
         try:
             if self._inside:
                 self._update.undo()
-            if self._counters.step != self._saved_step:
-                self._snapshot(milestone=False, wait_s=DRAIN_TIMEOUT_S)
-            self._link.settle(self._unconfirmed, DRAIN_TIMEOUT_S, aloud=self._exchange.rank == 0)
+            self._keeping.close()
         finally:
-            self._snapshots.close()
             self._let_go()
 
     def _let_go(self) -> None:
@@ -253,10 +233,8 @@ class Run:
         if done != due:
             raise RuntimeError(f"run.step() after {done} of {due} units: iterate over the whole batch")
         failpoint("step.reduce")
-        # rank 0 decides about a snapshot one step ahead, so that the word travels with the reduction
-        snapshot_next = self._exchange.rank == 0 and self._snapshots.has_room() and self._pace.due_after(self._counters.step + 2)
         try:
-            reduced = self._update.reduce(Word(self._stop.requested, snapshot_next, self._link.lost is not None))
+            reduced = self._update.reduce(self._keeping.word(self._stop.requested))
         except ExchangeFailed as error:
             self._outcome = False
             self._refuse(error)
@@ -267,7 +245,6 @@ class Run:
         self._boundary_open = True
         self._words = [rank.word for rank in reduced.facts]
         self._count(applied)
-        self._pace.step_done()
         failpoint("step.applied")
         return True
 
@@ -278,19 +255,16 @@ class Run:
         counters.applied += applied.status == "applied"
         counters.skipped += applied.status == "skipped"
         self.loss = applied.loss
-        self._diary.step(counters.step, self._attempt, applied, self._clock.monotonic())
+        self._keeping.stepped(self._attempt, applied, self._clock.monotonic())
         self._attempt = 0
 
     def _refuse(self, error: ExchangeFailed) -> None:
         """A retry in place needs every member's word that it has applied nothing: a failed collective proves nothing about others."""
         step = self._counters.step + 1
         self._exchange.abandon()
-        generation, rank = self._plan.generation, self._exchange.rank
-        self._attempt = self._link.retry(
-            Refuse(generation=generation, step=step, attempt=self._attempt, rank=rank, reason=str(error)[:1000]), error
-        )
+        self._attempt = self._keeping.retry(step, self._attempt, error)
         self._update.undo()
-        self._exchange.connect(f"{generation}/{step}/{self._attempt}")
+        self._exchange.connect(f"{self._keeping.generation}/{step}/{self._attempt}")
         self._cursor.repeat(step)
 
     # -- boundaries and snapshots -------------------------------------------------------------------------------------------
@@ -304,63 +278,14 @@ class Run:
         if self._inside:
             raise RuntimeError("run.save() belongs after run.step() or outside the loop: inside a step there is no whole state to save")
         if self._looping:
-            before = self._wanted or (False, False)
-            self._wanted = (milestone or before[0], wait or before[1])
+            self._keeping.want(milestone, wait)
         else:
-            self._save_now(milestone, wait)
-
-    def _save_now(self, milestone: bool, wait: bool) -> None:
-        if self._counters.step != self._saved_step or milestone:
-            self._snapshot(milestone=milestone, wait_s=DRAIN_TIMEOUT_S)
-        if wait and self._unconfirmed is not None:
-            self._link.wait_for_step(self._unconfirmed, DRAIN_TIMEOUT_S)
+            self._keeping.save(milestone, wait)
 
     def _boundary(self) -> None:
-        self._link.poll()
-        if not self._boundary_open:
-            return
-        self._boundary_open = False
-        first, last = self._counters.step == 0, self._at_end()
-        stop = any(word.stop for word in self._words)
-        urgent = stop or last or self._wanted is not None
-        if urgent or self._pace.due:
-            self._reattach()
-        if self._wanted is not None:
-            wanted, self._wanted = self._wanted, None
-            self._save_now(*wanted)
-        elif first or urgent or self._pace.due:
-            self._snapshot(milestone=False, wait_s=DRAIN_TIMEOUT_S if urgent else SLOT_WAIT_S)
-        if not first:
-            self._pace.due = self._words[0].snapshot_next
-        if stop:
-            self._diary.event("stopped", self._counters.step, signal=self._stop.name)
-            self.close()
-            sys.exit(0)
-
-    def _reattach(self) -> None:
-        """Where some rank has lost the daemon, go on with another one in a new generation; if that fails, go on without for now."""
-        if not any(word.daemon_lost for word in self._words):
-            return
-        try:
-            self._plan = self._opening.reattach()
-        except (UnbrokenError, OSError) as error:
-            warnings.warn(f"no daemon could be started, nothing is saved for now: {error}", SaveWarning, stacklevel=4)
-            return
-        self._link = self._opening.link
-        self._diary = self._diary.continued(self._link, self._plan)
-        self._snapshots.move(self._link, self._plan.generation)
-        position[1] = self._plan.generation
-
-    def _snapshot(self, *, milestone: bool, wait_s: float) -> None:
-        if self._saved_step == self._counters.step and not milestone:
-            return
-        taken = self._snapshots.take(self._pieces(), self._counters.step, milestone=milestone, wait_s=wait_s)
-        if taken is None:
-            self._diary.event("snapshot_skipped", self._counters.step)
-            return
-        self._saved_step = self._unconfirmed = taken.step
-        self._pace.saved()
-        self._diary.captured(taken)
-
-    def _pieces(self) -> list[Item]:
-        return [*self._opening.pieces(self._counters), *self._facts]
+        if self._boundary_open:
+            self._boundary_open = False
+            if self._keeping.boundary(self._words, last=self._at_end()):
+                self._keeping.stopped(self._stop.name)
+                self.close()
+                sys.exit(0)

@@ -7,6 +7,7 @@ failure at once instead of waiting for a timeout, and all can build the next one
 from __future__ import annotations
 
 import datetime
+from collections import Counter
 from typing import Any
 
 import msgspec
@@ -17,6 +18,10 @@ from torch.distributed.rendezvous import rendezvous
 
 from unbroken.core.limits import COLLECTIVE_TIMEOUT_S
 from unbroken.core.ports import environment, failpoint
+
+
+_times_named: Counter[str] = Counter()
+"""How often this process has connected under a name: a second Run of one script must not meet the addresses of the first."""
 
 
 class ExchangeFailed(RuntimeError):
@@ -36,10 +41,11 @@ class Exchange:
         self._group: Any = None
 
     def connect(self, name: str) -> None:
-        """Build the group called `name`; every rank must use the same, and a new one each time."""
+        """Build the group called `name`; every rank must use the same names in the same order."""
         if self.world_size == 1:
             return
-        store = c10d.PrefixStore(f"unbroken/{name}", c10d._get_default_store())
+        store = c10d.PrefixStore(f"unbroken/{name}/{_times_named[name]}", c10d._get_default_store())
+        _times_named[name] += 1
         timeout = datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S)
         try:
             if self.device.type == "cuda":

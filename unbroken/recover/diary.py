@@ -13,7 +13,6 @@ from unbroken.core.records import EventRecord, Record, StepRecord
 from unbroken.recover.link import DaemonLost, Link, SaveWarning, StepLost
 from unbroken.recover.snapshots import Taken
 
-
 RECORDS_PER_MESSAGE = 32
 """A step's record takes some 100 bytes and 35 per unit: so many of 64 units stay below MAX_MESSAGE_BYTES."""
 
