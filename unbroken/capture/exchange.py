@@ -19,7 +19,6 @@ from torch.distributed.rendezvous import rendezvous
 from unbroken.core.limits import COLLECTIVE_TIMEOUT_S
 from unbroken.core.ports import environment, failpoint
 
-
 _times_named: Counter[str] = Counter()
 """How often this process has connected under a name: a second Run of one script must not meet the addresses of the first."""
 

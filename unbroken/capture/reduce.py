@@ -117,8 +117,8 @@ class OrderedReduction:
         self._exchange = exchange
         self._blocks = blocks(num_units, exchange.world_size)
         self._padded = self.layout.padded(exchange.world_size)
-        self._nodes: dict[Node, list[torch.Tensor]] = {}
-        self._free: list[list[torch.Tensor]] = []
+        self._nodes: dict[Node, _Partial] = {}
+        self._free: list[_Partial] = []
         self._present = bytearray(len(self.layout.tensors))
         self._integer_bytes = integer_bytes
 
@@ -146,19 +146,21 @@ class OrderedReduction:
 
         `present` says which of them the unit really produced. Cost: one pass over the values.
         """
-        flats = self._take()
+        partial = self._take()
+        targets, sources = [], []
         for index, (value, is_present) in enumerate(zip(values, present, strict=True)):
             self._present[index] |= is_present
-            target = self.layout.view(flats, index)
             if value is None:
-                target.zero_()
+                partial.views[index].zero_()
             else:
-                target.copy_(value)
+                targets.append(partial.views[index])
+                sources.append(value)
+        if targets:
+            torch._foreach_copy_(targets, sources)
         if weight != 1:
-            for flat in flats:
-                flat.mul_(weight)
-        self._nodes[Node(0, unit)] = flats
-        self._nodes = merge(self._nodes, self._add, self.num_units)
+            torch._foreach_mul_(partial.flats, float(weight))
+        self._nodes[Node(0, unit)] = partial
+        self._nodes = merge(self._nodes, self._merge_partials, self.num_units)
 
     def reduce(self, facts: RankFacts) -> Reduced:
         """One collective phase: sums in unit order, divided once by the total weight. Raises ExchangeFailed; nothing is changed then.
@@ -167,7 +169,7 @@ class OrderedReduction:
         """
         exchange = self._exchange
         device = exchange.device
-        mine = [self._nodes[node] for node in cover(self._blocks[exchange.rank], self.num_units)]
+        mine = [self._nodes[node].flats for node in cover(self._blocks[exchange.rank], self.num_units)]
         head = _frame(facts, self._head_bytes(), device)
         slices = [size // exchange.world_size for size in self._padded]
         slice_bytes = sum(n * t.itemsize for n, t in zip(slices, self.layout.types, strict=True))
@@ -186,7 +188,7 @@ class OrderedReduction:
                     size = count * dtype.itemsize
                     nodes[node].append(part[offset : offset + size].view(dtype))
                     offset += size
-        done = merge(nodes, self._add, self.num_units)
+        done = merge(nodes, _add, self.num_units)
         assert len(done) == 1, f"the tree did not close: {sorted(done)}"
         total = sum(unit.weight for rank in told for unit in rank.units)
         part_sums = next(iter(done.values()))
@@ -201,19 +203,32 @@ class OrderedReduction:
         size = 256 + 160 * most + len(self.layout.tensors) + self._integer_bytes
         return (size + _ALIGN - 1) // _ALIGN * _ALIGN
 
-    def _take(self) -> list[torch.Tensor]:
+    def _take(self) -> _Partial:
         if self._free:
             return self._free.pop()
         device = self._exchange.device
         # zeros: the padding behind the last tensor is summed and sent too
-        return [torch.zeros(size, dtype=dtype, device=device) for size, dtype in zip(self._padded, self.layout.types, strict=True)]
+        flats = [torch.zeros(size, dtype=dtype, device=device) for size, dtype in zip(self._padded, self.layout.types, strict=True)]
+        return _Partial(flats, [self.layout.view(flats, index) for index in range(len(self.layout.tensors))])
 
-    def _add(self, left: list[torch.Tensor], right: list[torch.Tensor]) -> list[torch.Tensor]:
-        for a, b in zip(left, right, strict=True):
-            a.add_(b)
-        if right[0].numel() == self._padded[0] and right[0]._base is None:
-            self._free.append(right)
+    def _merge_partials(self, left: _Partial, right: _Partial) -> _Partial:
+        _add(left.flats, right.flats)
+        self._free.append(right)
         return left
+
+
+@dataclass(frozen=True)
+class _Partial:
+    """A sum over some units: one flat vector per sum type, and each tensor's view into it."""
+
+    flats: list[torch.Tensor]
+    views: list[torch.Tensor]
+
+
+def _add(left: list[torch.Tensor], right: list[torch.Tensor]) -> list[torch.Tensor]:
+    for a, b in zip(left, right, strict=True):
+        a.add_(b)
+    return left
 
 
 def _frame(facts: RankFacts, size_bytes: int, device: torch.device) -> torch.Tensor:

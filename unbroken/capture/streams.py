@@ -28,12 +28,12 @@ class Streams:
     def __init__(self, seed: int, device: torch.device) -> None:
         self.seed = seed
         self.device = device
-        self._own: dict[str, Any] | None = None
+        self._own: tuple[Any, Any, torch.Tensor, torch.Tensor | None] | None = None
 
     def enter(self, step: int, unit: int) -> None:
         """Put the streams of unit (step, unit) in place; the rank's own are set aside."""
         if self._own is None:
-            self._own = self.read()
+            self._own = self._raw()
         random.seed(stream_seed(self.seed, step, unit, "python"))
         word = stream_seed(self.seed, step, unit, "numpy")
         np.random.seed([word & 0xFFFFFFFF, word >> 32])
@@ -42,8 +42,17 @@ class Streams:
     def leave(self) -> None:
         """The rank's own streams return."""
         if self._own is not None:
-            own, self._own = self._own, None
-            self.write(own)
+            (python, legacy, cpu, device), self._own = self._own, None
+            random.setstate(python)
+            np.random.set_state(legacy)
+            torch.set_rng_state(cpu)
+            if device is not None:
+                _device_module(self.device).set_rng_state(device, self.device)
+
+    def _raw(self) -> tuple[Any, Any, torch.Tensor, torch.Tensor | None]:
+        module = _device_module(self.device)
+        device = None if module is None else module.get_rng_state(self.device)
+        return random.getstate(), np.random.get_state(legacy=True), torch.get_rng_state(), device
 
     def read(self) -> dict[str, Any]:
         """The current state, as plain values: 625 words for python, 624 + 2 for NumPy, byte tensors for torch."""

@@ -9,6 +9,7 @@ from msgspec import Struct
 
 from unbroken.chaos.inject import read_strikes
 from unbroken.core.errors import GaveUp, NoCheckpoint
+from unbroken.demo.charts import Scene
 from unbroken.demo.job import Job
 from unbroken.demo.narrator import Tell, Told
 from unbroken.demo.plan import INTERVAL_STEPS, Plan, plan_faults
@@ -119,17 +120,16 @@ def _prove(root: Path, plan: Plan, power: PowerLoss, tell: Tell) -> DemoResult:
     accounts = read_accounts(repository)
     strikes = read_strikes(str(root / "interrupted-faults.jsonl"))
     found = recoveries(strikes, accounts, power)
-    pages = Pages(
-        seed=plan.seed,
+    capture_s, stall_s = (spread(accounts, "captured", fact) for fact in ("capture_s", "stall_s"))
+    scene = Scene(
         total_steps=plan.total_steps,
         reference=curves(read_history(Repository.open(reference), None)),
         attempts=curves(history),
         strikes=strikes,
-        recoveries=found,
         checkpoints=[(a.generation.number, step) for a in history.attempts for step in a.roots],
         condemned=[(entry.generation, entry.step) for entry in certificate.condemned],
-        certificate=certificate,
     )
+    pages = Pages(seed=plan.seed, scene=scene, recoveries=found, capture_s=capture_s, stall_s=stall_s, certificate=certificate)
     report = root / "report.html"
     report.write_text(render(pages), encoding="utf-8")
     for told in certificate_lines(certificate, found):
@@ -146,8 +146,8 @@ def _prove(root: Path, plan: Plan, power: PowerLoss, tell: Tell) -> DemoResult:
         samples_exactly_once=certificate.samples_exactly_once,
         fell_back=certificate.fell_back,
         report=str(report),
-        capture_s=spread(accounts, "captured", "capture_s"),
-        stall_s=spread(accounts, "captured", "stall_s"),
+        capture_s=capture_s,
+        stall_s=stall_s,
         recovery_s=found,
         problems=certificate.problems,
     )
