@@ -8,6 +8,7 @@ from typing import Literal, TypedDict, cast, get_args
 
 from unbroken.core.limits import KEEP_NEWEST
 from unbroken.core.ports import Clock
+from unbroken.order.streams import check_seed
 
 Resume = Literal["auto", "must", "never"]
 Reduce = Literal["ordered", "ring"]
@@ -35,6 +36,9 @@ class Interval:
 
     steps: int | None = None
     seconds: float | None = None
+
+    def __str__(self) -> str:
+        return f"a snapshot every {self.steps} steps" if self.steps is not None else f"a snapshot every {self.seconds:g} s"
 
     def due(self, step: int, since_s: float, step_s: float) -> bool:
         """Snapshot at the boundary of `step`? `since_s`: seconds since the last one, `step_s`: length of a step."""
@@ -88,7 +92,7 @@ _UNITS_S = {"s": 1.0, "sec": 1.0, "second": 1.0, "seconds": 1.0, "m": 60.0, "min
 
 def parse_interval(text: str) -> Interval:
     """ "30s", "5 min", "100 steps" -> Interval; ValueError says what is accepted."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", text)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", text) if isinstance(text, str) else None
     if match:
         number, unit = float(match[1]), match[2]
         if unit in ("step", "steps") and number >= 1 and number == int(number):
@@ -112,6 +116,8 @@ def resolve(lose_at_most: str, resume: str, options: Options) -> RunConfig:
         value = options.get(name)
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise ValueError(f"{name}={value!r}: give a whole number of at least 1")
+    if options.get("seed") is not None:
+        check_seed(options["seed"])  # type: ignore[arg-type]
     return RunConfig(
         interval=parse_interval(lose_at_most),
         resume=cast(Resume, resume),

@@ -44,10 +44,11 @@ class Keeping:
         """The generation in progress."""
         return self._plan.generation
 
-    def start(self) -> None:
-        """Have memory for the snapshots to come, and journal how the start went."""
+    def start(self) -> int:
+        """Have memory for the snapshots to come, and journal how the start went; bytes of one slot."""
         self._snapshots.reserve(expected_bytes(self._opening.stack, self._pieces()))
         self._diary.start(self._opening.latest_moments())
+        return self._snapshots.slot_bytes
 
     def phase(self) -> str:
         """What the daemon does: "idle" or "draining"."""
@@ -99,11 +100,11 @@ class Keeping:
         """Note who asked the run to stop."""
         self._diary.event("stopped", self._counters.step, signal=signal_name)
 
-    def close(self) -> None:
+    def close(self, timeout_s: float = DRAIN_TIMEOUT_S) -> None:
         """Save what is not saved yet, wait until it is durable, say what was not."""
         try:
-            self._snapshot(milestone=False, wait_s=DRAIN_TIMEOUT_S)
-            self._opening.link.settle(self._unconfirmed, DRAIN_TIMEOUT_S, aloud=self._rank == 0)
+            self._snapshot(milestone=False, wait_s=timeout_s)
+            self._opening.link.settle(self._unconfirmed, timeout_s, aloud=self._rank == 0)
         finally:
             self._snapshots.close()
 

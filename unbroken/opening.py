@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import warnings
 from collections.abc import Mapping
@@ -20,12 +21,15 @@ from unbroken.capture.stack import Stack
 from unbroken.capture.tree import Item
 from unbroken.config import RunConfig
 from unbroken.core.errors import LayoutMismatch, Refused
+from unbroken.core.limits import NUM_SLOTS
 from unbroken.core.messages import Plan
 from unbroken.core.ports import Clock, environment
 from unbroken.order.ledger import check_same
 from unbroken.recover.link import Link
 from unbroken.recover.start import Counters, Start, fact_items
 from unbroken.store.tiers.disk import DiskTier
+
+_openings = itertools.count()
 
 
 class EnvironmentChanged(UserWarning):
@@ -63,7 +67,8 @@ class Opening:
         self.exchange = Exchange(self.device)
         if self.config.reduce == "ring":
             require_fixed_buckets(self.stack.parts.models, self.exchange.world_size)
-        self.exchange.connect(f"start/{environment('TORCHELASTIC_RESTART_COUNT', '0')}")
+        # several runs in one process (a notebook) must not meet each other's addresses in the store
+        self.exchange.connect(f"start/{environment('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_openings)}")
         self.start = Start(
             directory=self.directory,
             tier=DiskTier(self.directory),
@@ -101,13 +106,15 @@ class Opening:
         told = self.exchange.share(self.moments, dict[str, float])
         return {name: max(moments[name] for moments in told) for name in self.moments}
 
-    def announce(self, plan: Plan, gradient_bytes: int) -> None:
-        """Tell the user on rank 0 where the run goes on, what it needs, and what is not as it was."""
+    def announce(self, plan: Plan, gradient_bytes: int, slot_bytes: int) -> None:
+        """Tell the user on rank 0 where the run goes on, what it needs (bytes per rank), and what is not as it was."""
         if self.exchange.rank != 0:
             return
         origin = "a fresh start" if plan.source == "fresh" else f"step {plan.step} from {plan.source}"
         units = f"{self.num_units} units per step on {self.exchange.world_size} ranks, {plan.options['threads']} threads each"
-        print(f"unbroken: {self.directory}: {origin}, generation {plan.generation}; {units}; {gradient_bytes >> 20} MiB of gradients")
+        print(f"unbroken: {self.directory}: {origin}, generation {plan.generation}; {units}")
+        memory = f"{NUM_SLOTS} slots of {mebibytes(slot_bytes)} and {mebibytes(gradient_bytes)} for gradients"
+        print(f"unbroken: {self.config.interval}; memory per rank: {memory}")
         for note in (*plan.notes, *self.start.notes):
             print(f"unbroken: {note}", file=sys.stderr)
         for difference in self.start.differences:
@@ -156,6 +163,11 @@ class Opening:
             "/topology": (topology, "recorded", "rank", "scheduling"),
             "/layout": (layout, "recorded", "logical", "scheduling"),
         }
+
+
+def mebibytes(size: int) -> str:
+    """Bytes for people."""
+    return f"{size / (1 << 20):.1f} MiB"
 
 
 def device_of(models: Mapping[str, nn.Module]) -> torch.device:

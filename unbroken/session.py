@@ -33,6 +33,7 @@ from unbroken.capture.update import Applied, Update, scaled
 from unbroken.chaos import arm_from_environment
 from unbroken.cluster.preempt import StopRequest
 from unbroken.config import Options, RunConfig, resolve
+from unbroken.core.limits import DRAIN_TIMEOUT_S, EXIT_TIMEOUT_S
 from unbroken.core.ports import Clock, SystemClock, failpoint, position
 from unbroken.keeping import Keeping
 from unbroken.opening import EnvironmentChanged, Opening, device_of, refuse_metric_schedulers, refuse_sync_batch_norm
@@ -120,12 +121,14 @@ class Run:
         self._boundary_open = plan.source == "fresh"
         self._streams_at_start: dict[str, Any] | None = self._streams.read()
         opening.moments["align"] = self._clock.monotonic()
-        self._keeping.start()
-        opening.announce(plan, self._update.reduction.buffers_bytes)
+        opening.announce(plan, self._update.reduction.buffers_bytes, self._keeping.start())
         atexit.register(self._at_exit)
 
     def close(self) -> None:
         """Commit the last boundary, wait until it is durable, let the daemon go. Warns where an automatic save had failed. Idempotent."""
+        self._close(DRAIN_TIMEOUT_S)
+
+    def _close(self, timeout_s: float) -> None:
         if self._closed:
             return
         self._closed = True
@@ -134,7 +137,7 @@ class Run:
         try:
             if self._inside:
                 self._update.undo()
-            self._keeping.close()
+            self._keeping.close(timeout_s)
         finally:
             self._let_go()
 
@@ -152,8 +155,10 @@ class Run:
             self.close()
 
     def _at_exit(self) -> None:
+        """The script ended inside or after its loop without close(). With several ranks, who knows whether all did: wait, but not long."""
         if getattr(sys, "last_value", None) is None:
-            self.close()
+            self._exchange.abandon()
+            self._close(DRAIN_TIMEOUT_S if self._exchange.world_size == 1 else EXIT_TIMEOUT_S)
 
     # -- the loop -----------------------------------------------------------------------------------------------------------
 

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from unbroken.demo.plan import INTERVAL_STEPS, plan_faults
-from unbroken.demo.story import PHASES
+from unbroken.demo.story import PHASES, read_accounts
 from unbroken.recover.certify import certify
+from unbroken.store.repository import Repository
 from unbroken.store.tiers.disk import DiskTier
 
 
@@ -29,17 +30,20 @@ def run_demo(folder: Path, seed: int, ranks: int) -> dict[str, Any]:
     assert result["losses_equal"] and result["state_root_equal"] and result["samples_exactly_once"]
     assert result["kills"] >= 4
     assert result["steps_lost_total"] > 0
-    assert result["world_sizes"] == [ranks] * 4 + [plan.ranks_after]
+    assert result["world_sizes"] == [ranks] * 5 + [plan.ranks_after]
+    assert result["problems"] == []
     assert Path(result["report"]).read_text().startswith("<!doctype html>")
     for spread in (result["capture_s"], result["stall_s"]):
         assert spread["n"] >= 80 // INTERVAL_STEPS
         assert 0 < spread["median"] <= spread["max"]
-    assert len(result["recovery_s"]) == 4
+    assert [recovery["at"] for recovery in result["recovery_s"]] == [*(fault.at for fault in plan.kills), "power"]
     for recovery in result["recovery_s"]:
         phases = [recovery[f"{name}_s"] for name in PHASES]
         assert all(seconds >= 0 for seconds in phases), recovery
         assert abs(sum(phases) - recovery["total_s"]) < 0.005, recovery
-    assert result["recovery_s"][-1]["source"] == "disk"
+        assert recovery["base_step"] < recovery["step"]
+        assert recovery["world_size"] == ranks
+    assert (result["recovery_s"][-1]["source"], result["recovery_s"][-1]["kills"]) == ("disk", ranks + 2)
     return result
 
 
@@ -50,8 +54,22 @@ def test_I13_the_demo_is_certified_exact_on_three_ranks(tmp_path: Path) -> None:
     assert certify(interrupted).grade == "sequence"
     certificate = certify(interrupted, against=reference)
     assert (certificate.grade, certificate.superseded_equal) == ("exact", True)
-    assert len(certificate.condemned) >= 1
+    assert len(certificate.condemned) == 1
     assert certificate.differences == []
+    _fell_back_below_the_damage_and_obeyed_the_polite_end(interrupted)
+
+
+def _fell_back_below_the_damage_and_obeyed_the_polite_end(interrupted: DiskTier) -> None:
+    repository = Repository.open(interrupted)
+    accounts = read_accounts(repository)
+    (condemned,) = repository.log.state.condemned
+    before, after, moved = (accounts[number] for number in (3, 4, 5))
+    assert (after.source, after.world_size) == ("disk", before.world_size)
+    assert after.base_step < condemned.step
+    assert max(after.applied) > max(before.applied), "it went on for some steps"
+    (stopped,) = [event for event in after.events if event.name == "stopped"]
+    assert stopped.step == moved.base_step == max(after.applied), "the step was finished and committed, nothing was lost"
+    assert moved.world_size != after.world_size
 
 
 @pytest.mark.slow

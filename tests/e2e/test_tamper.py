@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ def offsets(raw: bytes, kind: str) -> list[int]:
         return [0, 16, 20, 24, 32, 47, 63, 64, 4095, 4096, data_end // 2, data_end - 1, footer, size - 65, *(size + at for at in TRAILER)]
     if kind == "journal":
         starts = [0, *(i + 1 for i, byte in enumerate(raw) if byte == ord("\n"))]
-        lines = zip(starts, starts[1:], strict=False)
+        lines = pairwise(starts)
         found = [at for first, end in lines for at in (first, first + 12, (first + end) // 2, end - 2, end - 1)]
         return [at for at in found if at != size - 1]  # without its newline the last line is a torn one
     return [0, 1, 12, 30, *range(40, size - 1, max(1, size // 6)), size - 1]

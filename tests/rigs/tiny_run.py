@@ -25,7 +25,10 @@ DATA_SEED = 1
 
 
 class Tiny(nn.Module):
-    """A linear layer with batch statistics and dropout; `frozen` never changes, so that checkpoints share its chunks."""
+    """Two linear layers with batch statistics and dropout; `frozen` never changes, so that checkpoints share its chunk.
+
+    With a width above 4096 the first layer and its moments have chunks of their own, which change with every step.
+    """
 
     def __init__(self, width: int = 3, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -44,11 +47,11 @@ def samples(n: int = 64) -> TensorDataset:
     return TensorDataset(torch.randn(n, 4, generator=generator), torch.randint(0, 2, (n,), generator=generator))
 
 
-def open_run(directory: Path, *, model: nn.Module | None = None, seed: int = 3, **options: Any) -> unbroken.Run:
+def open_run(directory: Path, *, model: nn.Module | None = None, width: int = 3, seed: int = 3, **options: Any) -> unbroken.Run:
     """A Run over Tiny, AdamW and eight samples per step; any argument of Run may be replaced."""
     torch.manual_seed(seed)
     if model is None:
-        model = Tiny()
+        model = Tiny(width)
     given: dict[str, Any] = {
         "model": model,
         "data": unbroken.Batches(samples(), global_batch=8, seed=DATA_SEED),
@@ -119,6 +122,16 @@ def own_pack(directory: Path, commit: CommitEntry) -> str:
     others = {pack for other in commits(directory) if other.step != commit.step for pack in packs_of(directory, other)}
     (own,) = packs_of(directory, commit) - others
     return own
+
+
+def place_of(directory: Path, commit: CommitEntry, pointer: str) -> tuple[str, int]:
+    """Where the first byte of a piece lies: path of the pack and offset in it."""
+    for manifest in Repository.open(DiskTier(str(directory))).manifests(commit):
+        for stored in manifest.pieces:
+            if stored.piece.pointer == pointer:
+                chunk = manifest.chunks[stored.extents[0].chunk]
+                return chunk.pack, chunk.offset + stored.extents[0].offset
+    raise KeyError(pointer)
 
 
 def flip(path: Path, offset: int, bit: int = 0) -> bytes:

@@ -350,6 +350,13 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> 
                 optimizer.state[parameter][name] = value.to(now.device)
 
 
+def differences(pieces: Pieces, into: Any, *, pointer: str = "") -> LoadReport:
+    """What a strict `load_into` would refuse; nothing is changed."""
+    load = _Load(Builder(pieces), cast=False)
+    load.compare(pointer, into, ())
+    return LoadReport(tuple(load.missing), tuple(load.unexpected), tuple(load.mismatched))
+
+
 def load_into(pieces: Pieces, into: Any, *, strict: bool = True, pointer: str = "", cast: bool = False) -> LoadReport:
     """Load the state at `pointer` into `into`: a tensor, array, dict, list, generator or object with load_state_dict(), in place.
 

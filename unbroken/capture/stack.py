@@ -21,9 +21,9 @@ import torch
 from torch import nn
 
 from unbroken.capture import names
+from unbroken.capture.fit import Fit
 from unbroken.capture.streams import Streams
 from unbroken.capture.tree import Item, flatten, load_into, rebuild
-from unbroken.core.errors import LayoutMismatch
 from unbroken.core.ports import Buffer
 from unbroken.core.records import Piece
 
@@ -162,36 +162,14 @@ class Stack:
                     )
 
     def _check(self, pieces: Pieces) -> None:
-        """Every name, shape and type of models, optimizers, and the presence of whole parts, before anything is touched."""
-        live = {i.piece.pointer: i.piece for i in self._model_items() if i.piece.kind in ("parameter", "buffer")}
-        stored = {p: piece for p, (piece, _) in pieces.items() if piece.kind in ("parameter", "buffer")}
-        missing = sorted(live.keys() - stored.keys())
-        unexpected = sorted(stored.keys() - live.keys())
-        wrong = [
-            f"{p}: stored {_form(stored[p])}, live {_form(live[p])}"
-            for p in sorted(live.keys() & stored.keys())
-            if _form(stored[p]) != _form(live[p]) and "alias" not in (stored[p].dtype, live[p].dtype)
-        ]
-        for place, has in (
-            ("/scheduler", bool(self.parts.schedulers)),
-            ("/scaler", self.parts.scaler is not None),
-            ("/extras", bool(self.parts.extras)),
-        ):
-            if has and place not in pieces:
-                missing.append(place)
-            if not has and place in pieces:
-                unexpected.append(place)
-        for key, optimizer in self.parts.optimizers.items():
-            place = "/optimizer/groups" + (f"/{key}" if key else "")
-            if place not in pieces:
-                missing.append(place)
-                continue
-            wrong += _group_differences(place, rebuild(pieces, place), self._groups(optimizer))
-            missing += [p for p in ("/optimizer/state" + (f"/{key}" if key else ""),) if p not in pieces]
-        if missing or unexpected or wrong:
-            lines = [f"missing in the checkpoint: {p}" for p in missing] + [f"not in the live state: {p}" for p in unexpected] + wrong
-            text = "the checkpoint does not fit the live objects:\n  " + "\n  ".join(lines)
-            raise LayoutMismatch(text, tuple(missing), tuple(unexpected), tuple(wrong))
+        """Everything that will be put, before anything is touched."""
+        parts, fit = self.parts, Fit(pieces)
+        fit.tensors(self._model_items())
+        fit.optimizers({key: self._groups(optimizer) for key, optimizer in parts.optimizers.items()})
+        fit.objects("/scheduler", parts.schedulers)
+        fit.objects("/scaler", {} if parts.scaler is None else {"": parts.scaler})
+        fit.values("/extras", parts.extras)
+        fit.require()
 
     def _restore_modes(self, pieces: Pieces) -> None:
         modes, frozen = rebuild(pieces, "/model/modes"), set(rebuild(pieces, "/model/frozen"))
@@ -222,21 +200,6 @@ class Stack:
                     k: v.to("cpu" if k == "step" and not on_device[id(parameter)] else parameter.device) if torch.is_tensor(v) else v
                     for k, v in values.items()
                 }
-
-
-def _form(piece: Piece) -> str:
-    return f"{piece.dtype}{list(piece.shape)}"
-
-
-def _group_differences(place: str, stored: list[dict[str, Any]], live: list[dict[str, Any]]) -> list[str]:
-    if len(stored) != len(live):
-        return [f"{place}: stored {len(stored)} parameter groups, live {len(live)}"]
-    wrong = []
-    for i, (a, b) in enumerate(zip(stored, live, strict=True)):
-        gone, new = sorted(set(a["params"]) - set(b["params"])), sorted(set(b["params"]) - set(a["params"]))
-        if gone or new:
-            wrong.append(f"{place}/{i}: stored group has {gone or 'nothing'} more, live group has {new or 'nothing'} more")
-    return wrong
 
 
 def _set_option(group: dict[str, Any], option: str, value: Any) -> None:

@@ -56,6 +56,9 @@ DRAIN_TIMEOUT_S = 1800.0
 LINGER_S = 2.0
 """The daemon ends this long after its last client has gone and its slots are durable."""
 
+EXIT_TIMEOUT_S = 30.0
+"""A rank that ends without close() waits this long for the others' last snapshots."""
+
 COLLECTIVE_TIMEOUT_S = 60.0
 """A collective that makes no progress for this long has failed."""
 

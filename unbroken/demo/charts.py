@@ -90,9 +90,9 @@ def starts(scene: Scene) -> str:
         parts += _dots(axis, scene, curve, 41 + row * LANE_HEIGHT)
         if end is not None:
             x, top = axis.x(_place(end[1])), 4 + row * LANE_HEIGHT
-            on_left = x > WIDTH - 220
+            words, has_room = strike_words(end[1]), x < WIDTH - 220
             parts.append(_badge(x, top + 25, *end))
-            parts.append(_text(x + (-14 if on_left else 14), top + 29 - 21 * on_left, strike_words(end[1]), "end" if on_left else "start"))
+            parts.append(_text(x + 14, top + 29, words) if has_room else _text(x - 14, top + 29, words, "end", "inside"))
     bottom = 8 + len(scene.attempts) * LANE_HEIGHT
     parts += [_text(axis.x(step), bottom + 12, str(step), "middle") for step in axis.ticks()]
     parts.append(_text(WIDTH - RIGHT, bottom + 28, "step", "end"))
@@ -149,7 +149,7 @@ def _lane(axis: _Axis, curve: Curve, top: float, end: Struck | None) -> list[str
             parts.append(f'<rect x="{x1:.1f}" y="{top + 19:.1f}" width="{x2 - x1:.1f}" height="12" rx="2" fill="var(--{colour})"/>')
     if end is not None and end.at == POWER and end.step - 1 > last:
         x1, x2 = axis.x(last), axis.x(end.step - 1)
-        outline = 'fill="none" stroke="var(--again)" stroke-dasharray="3 3"'
+        outline = 'fill="none" stroke="var(--again)" stroke-width="1.5" stroke-dasharray="4 2"'
         parts.append(f'<rect x="{x1 + 1:.1f}" y="{top + 19.5:.1f}" width="{x2 - x1 - 1:.1f}" height="11" rx="2" {outline}/>')
     return parts
 

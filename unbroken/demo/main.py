@@ -14,7 +14,7 @@ from unbroken.demo.job import Job
 from unbroken.demo.narrator import Tell, Told
 from unbroken.demo.plan import INTERVAL_STEPS, Plan, plan_faults
 from unbroken.demo.report import Pages, render
-from unbroken.demo.story import PowerLoss, Recovery, Spread, curves, moment, read_accounts, recoveries, spread
+from unbroken.demo.story import PHASES, PowerLoss, Recovery, Spread, curves, moment, read_accounts, recoveries, spread
 from unbroken.recover.certify import Certificate, certify
 from unbroken.recover.history import read_history
 from unbroken.store.repository import Repository
@@ -51,6 +51,7 @@ def run_demo(directory: str, seed: int, ranks: int, tell: Tell) -> DemoResult:
         raise ValueError(f"{directory} is not empty: choose a new folder for the demo")
     plan = plan_faults(seed, ranks)
     root.mkdir(parents=True, exist_ok=True)
+    tell(Told("note", f"A small GPT reads the sources of Python's library, twice from seed {seed}: undisturbed, then under faults."))
     _reference(root / "reference", plan, tell)
     power = _interrupted(root / "interrupted", plan, tell)
     return _prove(root, plan, power, tell)
@@ -108,7 +109,7 @@ def damage_newest(directory: Path, seed: int) -> str:
 
 def _newest(directory: Path) -> str:
     newest = Repository.open(DiskTier(str(directory))).visible()[-1:]
-    return f"step {newest[0].step}, state root {newest[0].state_root[:12]}" if newest else "no checkpoint"
+    return f"step {newest[0].step}, state root {newest[0].state_root[:8]}…" if newest else "no checkpoint"
 
 
 def _prove(root: Path, plan: Plan, power: PowerLoss, tell: Tell) -> DemoResult:
@@ -134,7 +135,7 @@ def _prove(root: Path, plan: Plan, power: PowerLoss, tell: Tell) -> DemoResult:
     report.write_text(render(pages), encoding="utf-8")
     for told in certificate_lines(certificate, found):
         tell(told)
-    tell(Told("note", f"report: {report}"))
+    tell(Told("note", f"the whole story: {report}"))
     return DemoResult(
         certified=certificate.certified,
         grade=certificate.grade,
@@ -155,21 +156,31 @@ def _prove(root: Path, plan: Plan, power: PowerLoss, tell: Tell) -> DemoResult:
 
 def certificate_lines(certificate: Certificate, found: Sequence[Recovery]) -> list[Told]:
     """The recoveries and the certificate for people."""
-    lines = []
-    for r in found:
-        phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in r.phases())
-        lines.append(Told("note", f"recovery from {moment(r.at)} in step {r.step}: {r.total_s:.2f} s from {r.source} ({phases})"))
+    lines = [Told("note", line) for line in _seconds(found)]
     lines.append(Told("note", f"ranks per generation: {certificate.world_sizes}; {certificate.steps_lost_total} steps done again"))
     claims = (
         (f"every loss has the reference's bits ({certificate.steps} steps)", certificate.losses_equal),
-        (f"every state root is the reference's ({certificate.final_root[:12]} at the end)", certificate.state_root_equal),
+        (f"wherever both saved, the whole state has one hash ({certificate.final_root[:8]}… at the end)", certificate.state_root_equal),
         ("every sample was used exactly once", certificate.samples_exactly_once),
         ("every step done again had the same bits the first time", certificate.superseded_equal),
         ("a damaged checkpoint was noticed, an older one used", certificate.fell_back),
     )
-    lines += [Told("good" if held else "bad", f"{'yes' if held else 'NO ' if held is False else '?  '}  {text}") for text, held in claims]
+    answers = {True: "yes", False: "NO", None: "not checked"}
+    lines += [Told("good" if held else "bad", f"{answers[held]:3}  {text}") for text, held in claims]
     lines += [Told("note", f"limit of the claim: {text}") for text in certificate.differences]
     lines += [Told("bad", f"problem: {text}") for text in certificate.problems]
     certified = certificate.certified
-    lines.append(Told("good" if certified else "bad", f"{'certified' if certified else 'NOT certified'}, grade {certificate.grade}"))
+    verdict = "certified: both runs ended in the same bits" if certified else "NOT certified"
+    lines.append(Told("good" if certified else "bad", f"{verdict} (grade {certificate.grade})"))
     return lines
+
+
+def _seconds(found: Sequence[Recovery]) -> list[str]:
+    """The recoveries as a table: from each strike until the step that was struck is done, phase by phase."""
+    heads = [name.replace("_", " ") for name in (*PHASES, "total")]
+    rows = [f"{'recovery (seconds)':20}" + "".join(f"{head:>{len(head) + 2}}" for head in heads) + "  state from"]
+    for r in found:
+        seconds = [*(s for _, s in r.phases()), r.total_s]
+        cells = "".join(f"{s:{len(head) + 2}.2f}" for s, head in zip(seconds, heads, strict=True))
+        rows.append(f"{f'{moment(r.at)}, step {r.step}':20}{cells}  {r.source}")
+    return rows

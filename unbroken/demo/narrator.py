@@ -19,6 +19,8 @@ Kind = Literal["act", "note", "save", "strike", "start", "good", "bad", "progres
 STEP_LINE = re.compile(rb"^step (\d+) loss (\S+)$", re.MULTILINE)
 """How the training script says on its output where it is."""
 
+LONG_NAME = re.compile(r"\b[0-9a-f]{16,}")
+
 
 class Told(Struct, frozen=True):
     """One line. "act" opens a chapter, "progress" (where training stands) is worth showing only until the next line comes."""
@@ -55,11 +57,11 @@ class Narrator:
     def look(self) -> None:
         """Tell what is new. Costs a listing of the log folder when nothing is."""
         for told in (*self._strikes(), *self._log(), *self._progress()):
-            self._tell(told)
+            self.tell(told.kind, told.text)
 
     def tell(self, kind: Kind, text: str) -> None:
-        """Tell what only the caller knows."""
-        self._tell(Told(kind, text))
+        """Tell this, too: what only the caller knows. Names of packs and digests are cut to what people can compare."""
+        self._tell(Told(kind, LONG_NAME.sub(lambda name: f"{name[0][:8]}…", text)))
 
     def _strikes(self) -> Iterator[Told]:
         for i, struck in enumerate(read_strikes(self._fault_log)):
@@ -83,10 +85,10 @@ class Narrator:
                 yield Told("start", f"generation {number}, {account.world_size} ranks: {origin}")
         for commit in state.commits:
             if self._is_new("commit", commit.generation, commit.step):
-                yield Told("save", f"checkpoint of step {commit.step} on disk, state root {commit.state_root[:12]}")
+                yield Told("save", f"checkpoint of step {commit.step} on disk, state root {commit.state_root}")
         for recovery in recoveries(read_strikes(self._fault_log), accounts, self.power):
             if self._is_new("recovery", recovery.step, recovery.rank):
-                yield Told("good", f"step {recovery.step} was done {recovery.total_s:.1f} s after the strike, as if nothing had happened")
+                yield Told("good", f"step {recovery.step} is done, {recovery.total_s:.1f} s after the strike")
 
     def _progress(self) -> Iterator[Told]:
         try:

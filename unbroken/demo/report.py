@@ -14,24 +14,26 @@ from unbroken.recover.certify import Certificate
 
 STYLE = """
 :root{color-scheme:light dark;--page:#f7f7f5;--card:#fff;--ink:#1d1f23;--soft:#646b75;--line:#dfe2e6;--reference:#c3cddd;--run:#1f5fbf;
---again:#f0b53f;--fault:#c2352b;--good:#1e7d4f;--on:#fff;--p0:#8a3ffc;--p1:#8794a8;--p2:#1192a8;--p3:#1f5fbf;--p4:#b28600;--p5:#f0b53f;
+--again:#f0b53f;--fault:#c2352b;--good:#1e7d4f;--on:#fff;--p0:#8a3ffc;--p1:#8794a8;--p2:#1192a8;--p3:#1f5fbf;--p4:#b5487f;--p5:#f0b53f;
 --p6:#198038}
 @media(prefers-color-scheme:dark){:root{--page:#14161a;--card:#1b1e24;--ink:#e8eaee;--soft:#9aa3af;--line:#31363f;--reference:#46536a;
---run:#8dbaff;--again:#a87412;--fault:#ff7b6e;--good:#5fcf95;--on:#14161a;--p0:#a98bff;--p1:#6b7687;--p2:#4fc3d6;--p3:#6ea8ff;--p4:#d9c04c;
+--run:#8dbaff;--again:#a87412;--fault:#ff7b6e;--good:#5fcf95;--on:#14161a;--p0:#a98bff;--p1:#6b7687;--p2:#4fc3d6;--p3:#6ea8ff;--p4:#e580b4;
 --p5:#e0a040;--p6:#55c078}}
 *{box-sizing:border-box}body{margin:0;background:var(--page);color:var(--ink);font:15px/1.55 system-ui,sans-serif}
 main{max-width:1040px;margin:0 auto;padding:36px 20px 64px}h1{font-size:28px;line-height:1.25;margin:0 0 10px;text-wrap:balance}
-h2{font-size:18px;margin:0 0 2px}p{margin:0 0 12px;color:var(--soft);max-width:80ch}h1+p{color:var(--ink);font-size:16px}
+h2{font-size:18px;margin:0 0 2px}p{margin:0 0 12px;color:var(--soft);max-width:96ch}h1+p{color:var(--ink);font-size:16px}
 section{background:var(--card);border:1px solid var(--line);border-radius:10px;padding:18px 20px;margin-top:18px;overflow-x:auto}
 ol{margin:0 0 12px;padding-left:22px;color:var(--soft)}li::marker{color:var(--fault);font-weight:700}
 svg{display:block;width:100%;min-width:720px;height:auto}svg text{font:12px system-ui,sans-serif;fill:var(--soft)}
-svg .strong{fill:var(--ink)}svg .badge{fill:var(--on);font-weight:700}.legend{display:flex;flex-wrap:wrap;gap:2px 18px;color:var(--soft)}
+svg .strong{fill:var(--ink)}svg .inside,svg .badge{fill:var(--on)}svg .badge{font-weight:700}
+.legend{display:flex;flex-wrap:wrap;gap:2px 18px;margin-bottom:10px;
+color:var(--soft)}
 .key{display:inline-block;width:18px;height:8px;border-radius:3px;margin-right:7px;vertical-align:1px;background:var(--c)}
 .key.dot{width:9px;height:9px;border-radius:5px;vertical-align:0}.key.thin{height:3px;vertical-align:3px}
 .key.open{background:none;border:1px dashed var(--c)}
 table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}th,td{text-align:left;padding:6px 14px 6px 0;
 border-bottom:1px solid var(--line);vertical-align:top}tr:last-child>*{border-bottom:0}th{color:var(--soft);font-weight:500}
-td{overflow-wrap:anywhere}td.num,th.num{text-align:right;white-space:nowrap}th:first-child{min-width:15em}
+td{overflow-wrap:anywhere}td.num,th.num{text-align:right;white-space:nowrap}.seconds th:first-child{min-width:15em}.claims th{width:50%}
 dl{display:grid;grid-template-columns:max-content 1fr;gap:2px 16px;margin:14px 0 0;color:var(--soft)}dt{color:var(--ink)}dd{margin:0}
 code{font:13px ui-monospace,monospace}.verdict{font-weight:600}.yes{color:var(--good)}.no{color:var(--fault)}
 """
@@ -76,8 +78,8 @@ def render(pages: Pages) -> str:
         ),
         _section(
             "Starts",
-            "Each start of the run under faults goes on from the newest state that can be had whole. Steps beyond that state are lost and "
-            "done again by the next start.",
+            "Each start of the run under faults goes on from the newest state that can be had whole: in the memory of a daemon that "
+            "outlives the ranks, or on disk. Steps beyond that state are lost and done again by the next start.",
             _legend(
                 key("run", "steps that count"),
                 key("again", "lost, done again"),
@@ -107,7 +109,7 @@ def _introduction(pages: Pages) -> str:
     first = scene.attempts[0].world_size if scene.attempts else 0
     intro = (
         f"A small language model was trained twice for {scene.total_steps} steps from the same seed ({pages.seed}), on {first} processes "
-        "(ranks). The reference ran undisturbed. The other run was struck, always without warning to the training script:"
+        "(ranks). The reference ran undisturbed. The other run was struck as follows; its training script knows nothing of it:"
     )
     items = "".join(f"<li>step {struck.step}: {escape(_told(struck, pages))}</li>" for _, struck in numbered(scene.strikes))
     sizes = " → ".join(str(curve.world_size) for curve in scene.attempts)
@@ -140,9 +142,9 @@ def _recoveries(pages: Pages) -> str:
     words = "".join(f"<dt>{escape(name.replace('_', ' '))}</dt><dd>{escape(text)}</dd>" for name, text in PHASE_WORDS.items())
     capture, stall = pages.capture_s, pages.stall_s
     cost = (
-        f"Saving in between cost little: {capture.n} snapshots, each copied to memory in {capture.median * 1000:.0f} ms (median; at most "
-        f"{capture.max * 1000:.0f}), for which training waited {stall.median * 1000:.0f} ms (at most {stall.max * 1000:.0f}). Writing to "
-        "disk goes on beside training."
+        f"Saving in between: {capture.n} snapshots, each copied to memory in {capture.median * 1000:.0f} ms (median; at most "
+        f"{capture.max * 1000:.0f}); training waited {stall.median * 1000:.0f} ms for each (at most {stall.max * 1000:.0f}). Writing them "
+        "to disk goes on beside training."
     )
     return _section(
         "Recoveries",
@@ -160,7 +162,7 @@ def _table(recoveries: Sequence[Recovery]) -> str:
     for r in recoveries:
         cells = "".join(f'<td class="num">{seconds:.3f}</td>' for seconds in (*(s for _, s in r.phases()), r.total_s))
         rows.append(f"<tr><td>step {r.step}, from step {r.base_step} in {escape(r.source)}</td>{cells}</tr>")
-    return f"<table><tr><th>struck</th>{head}</tr>{''.join(rows)}</table>"
+    return f'<table class="seconds"><tr><th>struck</th>{head}</tr>{"".join(rows)}</table>'
 
 
 def _certificate(certificate: Certificate) -> str:
@@ -175,7 +177,7 @@ def _certificate(certificate: Certificate) -> str:
         ("certified", certificate.certified),
         ("grade", "exact: equal to the reference, bit for bit" if certificate.grade == "exact" else certificate.grade),
         (f"the loss of each of {certificate.steps} steps has the reference's bits", certificate.losses_equal),
-        ("the whole state has the reference's hash at every checkpoint", certificate.state_root_equal),
+        ("wherever both runs made a checkpoint, the whole state has one hash", certificate.state_root_equal),
         ("every sample was used exactly once", certificate.samples_exactly_once),
         ("every step done again gave the same bits both times", certificate.superseded_equal),
         ("a damaged checkpoint was noticed and an older one used", certificate.fell_back),
@@ -188,4 +190,4 @@ def _certificate(certificate: Certificate) -> str:
     root = (
         f"<tr><th>hash of the whole state at step {certificate.final_step}</th><td><code>{escape(certificate.final_root)}</code></td></tr>"
     )
-    return f"<table>{body}{root}</table>"
+    return f'<table class="claims">{body}{root}</table>'

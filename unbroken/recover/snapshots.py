@@ -35,7 +35,7 @@ class Snapshots:
         self._world_size = world_size
         self._generation = generation
         self._slots: list[Slot] = []
-        self._size = 0
+        self.slot_bytes = 0
 
     def move(self, link: Link, generation: int) -> None:
         """Go on with another daemon, which gives slots of its own at the next `take`."""
@@ -44,13 +44,13 @@ class Snapshots:
 
     def reserve(self, size_bytes: int) -> None:
         """Have slots of at least this size; makes new ones only when those at hand are too small."""
-        if self._slots and self._size >= size_bytes:
+        if self._slots and self.slot_bytes >= size_bytes:
             return
         answer, fds = self._link.ask(NeedSlots(size_bytes=size_bytes, num=NUM_SLOTS), Slots)
         for slot in self._slots:
             slot.close()
         self._slots = [Slot(fd, size) for fd, size in zip(fds, answer.sizes, strict=True)]
-        self._size = min(answer.sizes)
+        self.slot_bytes = min(answer.sizes)
 
     def has_room(self) -> bool:
         """Could a snapshot start now? Looks only; `pick` would claim a slot."""
@@ -66,7 +66,7 @@ class Snapshots:
         )
         try:
             size = needed_bytes(index)
-            self.reserve(size if not self._slots else max(size, size + size // 16 if size > self._size else size))
+            self.reserve(size if not self._slots else max(size, size + size // 16 if size > self.slot_bytes else size))
             slot = self._wait_for_slot(wait_s)
             if slot is None:
                 warnings.warn(f"no snapshot at step {step}: the one before is still being written", SaveWarning, stacklevel=3)

@@ -101,7 +101,10 @@ class Start:
         return self._from_rank_0(lambda: link.ask(question, Plan)[0])
 
     def load(self, link: Link, plan: Plan, adopt: Callable[[Plan], None]) -> Plan:
-        """Load and put back what the plan names, planning anew around damage; the plan that held. `adopt` checks birth facts first."""
+        """Load and put back what the plan names, planning anew around damage; the plan that held, whose notes say what was passed over.
+
+        `adopt` checks birth facts first.
+        """
         while plan.source != "fresh":
             loaded: Loaded | None = None
             fault = _Fault()
@@ -123,14 +126,13 @@ class Start:
                 objects=tuple(sorted({f.path for f in faults})),
                 reason="; ".join(sorted({f"{f.path}: {f.reason}" for f in faults})),
             )
-            self.notes += (f"step {plan.step} was passed over: {bad.reason}",)
             plan = self._from_rank_0(lambda bad=bad: link.ask(bad, Plan)[0])  # type: ignore[misc]
         adopt(plan)
         return plan
 
     def open(self, link: Link, plan: Plan, items: list[Item]) -> str:
         """Prove that all ranks hold what was stored, then open the generation; the state root."""
-        live = {i.piece.pointer: (i.piece, digest(_bytes(i))) for i in items if i.piece.role == "restored"}
+        live = {i.piece.pointer: (i.piece, digest(_bytes(i))) for i in items if _is_checked(i.piece)}
         together(self.exchange, lambda: self._check_loaded(live))
         root = self._agree_on_root(list(live.values()))
         if plan.state_root and plan.state_root != root:
@@ -170,7 +172,7 @@ class Start:
 
         together(self.exchange, put_back)
         self._own = loaded.own
-        self._digests = {p: digest(data) for p, (piece, data) in loaded.pieces.items() if piece.role == "restored"}
+        self._digests = {p: digest(data) for p, (piece, data) in loaded.pieces.items() if _is_checked(piece)}
         self.stored = {p: (piece, bytes(data)) for p, (piece, data) in loaded.pieces.items() if piece.role == "compared"}
         if plan.stored_world_size > self.exchange.world_size:
             gone = f"{self.exchange.world_size}..{plan.stored_world_size - 1}"
@@ -212,6 +214,11 @@ def _opened_before() -> bool:
     """Has an earlier attempt of this launch opened the run? Without our launcher nobody knows, and a restart then implies that it has."""
     path = environment("UNBROKEN_LAUNCH_FILE")
     return not path or (os.path.exists(path) and os.path.getsize(path) > 0)
+
+
+def _is_checked(piece: Piece) -> bool:
+    """Is it put back before the generation opens? A foreign loader is moved to its place only when the loop begins."""
+    return piece.role == "restored" and not (piece.pointer + "/").startswith("/loader/")
 
 
 _CONTAINER = object()

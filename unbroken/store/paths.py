@@ -27,6 +27,7 @@ _NONCE = re.compile(r"[0-9a-f]{32}")
 _LINEAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _NUMBER = re.compile(r"(\d{8,18})\.(json|jsonl)")
 _MANIFEST = re.compile(r"manifests/(\d{12,18})-(\d{1,18})-([0-9a-f]{32})-(\d{1,9})\.json")
+_IN_LINEAGE = re.compile(rf"runs/{_LINEAGE.pattern}/(?:log|journal)/[^/]+")
 _PACK = re.compile(r"packs/([0-9a-f]{2})/(\1[0-9a-f]{30})\.pack")
 
 
@@ -98,6 +99,13 @@ def pack_origin(path: str) -> str | None:
     """Which generation wrote a pack, as its name says; None for a stray."""
     match = _PACK.fullmatch(path)
     return None if match is None else match[2][:16]
+
+
+def is_ours(path: str) -> bool:
+    """True for the name of a manifest, a pack, a log entry or a journal."""
+    return (
+        manifest_name(path) is not None or pack_origin(path) is not None or bool(_IN_LINEAGE.fullmatch(path) and number(path) is not None)
+    )
 
 
 def is_inside(path: str) -> bool:

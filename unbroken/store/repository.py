@@ -38,8 +38,6 @@ from unbroken.store.manifests import check_cut, check_manifest, commit_entry, lo
 from unbroken.store.packs import Chunk, Origin, write_packs
 from unbroken.store.sealed import read_sealed, seal
 
-_OURS = (f"{paths.MANIFESTS}/", f"{paths.PACKS}/", "runs/")
-
 __all__ = ["Part", "Repository", "VerifyReport"]
 
 
@@ -73,7 +71,7 @@ class Repository:
         found = [path for path in tier.list("") if not path.startswith(".")]
         if paths.RUN in found:
             return True
-        if any(path.startswith(_OURS) for path in found):
+        if any(map(paths.is_ours, found)):
             raise Damaged(paths.RUN, "missing, though checkpoints of a run lie here: restore it from a copy")
         others = [path for path in found if path != paths.WRITER and not path.endswith(".log")]
         if others:

@@ -93,8 +93,8 @@ def test_no_plan_arms_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pass_all(1) == []
 
 
-@pytest.mark.parametrize(("action", "sign"), [("kill", signal.SIGKILL), ("stop", signal.SIGSTOP)])
-def test_kill_and_stop_act_on_the_process_after_the_log_line(action: str, sign: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("action", "sign"), [("kill", signal.SIGKILL), ("stop", signal.SIGSTOP), ("preempt", signal.SIGTERM)])
+def test_kill_stop_and_preempt_act_on_the_process_after_the_log_line(action: str, sign: int, tmp_path: Path) -> None:
     log = tmp_path / "faults.jsonl"
     code = (
         "from unbroken.chaos.inject import arm_from_environment\n"
@@ -105,6 +105,7 @@ def test_kill_and_stop_act_on_the_process_after_the_log_line(action: str, sign: 
     )
     plan = f'[{{"at":"step.optimizer","step":9,"rank":2,"generation":4,"action":"{action}"}}]'
     environ = os.environ | {"UNBROKEN_FAULTS": plan, "UNBROKEN_FAULT_LOG": str(log)}
+    environ.pop("UNBROKEN_LAUNCHER_PID", None)
     child = subprocess.Popen([sys.executable, "-c", code], env=environ)
     _, status = os.waitpid(child.pid, os.WUNTRACED)
     stopped = os.WIFSTOPPED(status)
@@ -115,3 +116,11 @@ def test_kill_and_stop_act_on_the_process_after_the_log_line(action: str, sign: 
         os.kill(child.pid, signal.SIGKILL)
         os.waitpid(child.pid, 0)
     child.returncode = 0
+
+
+def test_preempt_asks_the_launcher_to_end_and_the_rank_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    monkeypatch.setenv("UNBROKEN_LAUNCHER_PID", str(launcher.pid))
+    Injector((Fault(at="step.forward", step=3, rank=0, action="preempt"),)).arm()
+    assert pass_all(3) == []
+    assert launcher.wait(30) == -signal.SIGTERM

@@ -16,7 +16,8 @@ def test_any_seed_loses_steps_and_comes_back_on_other_ranks(ranks: int) -> None:
         assert plan.ranks_after != ranks
         assert ranks == 2 or (plan.ranks_after % ranks and ranks % plan.ranks_after)
         assert len({fault.at for fault in plan.kills}) == 3
-        assert [fault.generation for fault in plan.faults] == [0, 1, 2, 3]
+        assert [fault.generation for fault in plan.faults] == [0, 1, 2, 3, 4]
+        assert [fault.action for fault in plan.faults] == ["kill", "kill", "kill", "stop", "preempt"]
         assert all(0 <= fault.rank < ranks for fault in plan.faults)
         steps = [fault.step for fault in plan.faults]
         assert all(later - earlier >= INTERVAL_STEPS for earlier, later in itertools.pairwise(steps))
