@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import unbroken
-from tests.rigs.ranks import run_ranks
+from tests.rigs.ranks import free_port, run_ranks
+from tests.rigs.torture_runs import processes_of, wait_until
 from unbroken.core.errors import LayoutMismatch
 
 
@@ -283,3 +287,28 @@ def test_B12_b_four_ranks_commit_together_fifty_times(tmp_path: Path) -> None:
     assert archive.verify().ok
     left = [p for p in (tmp_path / "run").rglob("*") if ".tmp" in p.name]
     assert not left
+
+
+# -- B08 -----------------------------------------------------------------------------------------------------------------------
+
+
+def test_B08_f_a_rank_that_does_not_see_the_folder_stops_all(tmp_path: Path) -> None:
+    """Rank 1 has an empty file system over the run's folder: nobody may start, and all say why."""
+    folder = tmp_path / "seen"
+    folder.mkdir()
+    script = tmp_path / "committers.py"
+    script.write_text(COMMITTERS.replace("total_steps=50", "total_steps=int(sys.argv[2])"))
+    run_ranks([str(script), str(folder / "run"), "2"], 2)
+    hidden = f"mount -t tmpfs tmpfs {folder} && exec {sys.executable} {script} {folder / 'run'} 4"
+    if subprocess.run(["unshare", "-m", "mount", "-t", "tmpfs", "tmpfs", str(folder)], capture_output=True).returncode:
+        pytest.skip("no mount namespaces here")
+    wait_until(lambda: not processes_of(folder), 10, "the daemon of the first life has ended")
+    env = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    seeing = subprocess.Popen(
+        [sys.executable, str(script), str(folder / "run"), "4"], env=env | {"RANK": "0"}, stderr=subprocess.PIPE, text=True
+    )
+    blind = subprocess.Popen(["unshare", "-m", "sh", "-c", hidden], env=env | {"RANK": "1"}, stderr=subprocess.PIPE, text=True)
+    errors = [process.communicate(timeout=60)[1] for process in (seeing, blind)]
+    assert seeing.returncode != 0 and blind.returncode != 0
+    assert "rank 1: " in errors[0], errors[0]
+    assert [c.step for c in unbroken.open(str(folder / "run")).steps()][-1] == 2

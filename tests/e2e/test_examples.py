@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,8 @@ LAUNCHERS = {
     "unbroken run": [sys.executable, "-m", "unbroken", "run", "--nproc-per-node", "3", SCRIPT],
 }
 STEPS = 60
+TWENTY = {"import": 5, "train": 11, "exit": 4}
+"""Kills in each stage: up to the birth of the run, from the first step through all saves, and after the last commit."""
 LIMIT_S = 180.0
 
 
@@ -49,9 +52,8 @@ def kill_all(process: subprocess.Popen[bytes]) -> None:
         time.sleep(0.01)
 
 
-def finish(launcher: str, folder: Path) -> float:
-    """Run to the end; how long it took in seconds."""
-    began = time.monotonic()
+def finish(launcher: str, folder: Path) -> None:
+    """Run to the end."""
     process = start(launcher, folder)
     try:
         code = process.wait(LIMIT_S)
@@ -59,15 +61,52 @@ def finish(launcher: str, folder: Path) -> float:
         kill_all(process)
         raise
     assert code == 0, folder.with_suffix(".out").read_text()[-4000:]
-    return time.monotonic() - began
 
 
-def kill_after(launcher: str, folder: Path, seconds: float) -> None:
-    """Start, and kill after so many seconds unless it has ended by then."""
+def num_entries(folder: Path) -> int:
+    return len(list(folder.glob("runs/main/log/*.json")))
+
+
+def has_last_commit(folder: Path) -> bool:
+    return num_entries(folder) > 0 and any(commit.step == STEPS for commit in Repository.open(DiskTier(str(folder))).visible())
+
+
+def wait_for(launcher_process: subprocess.Popen[bytes], done: Callable[[], bool]) -> None:
+    """Until something has happened, or the launcher has ended."""
+    deadline = time.monotonic() + LIMIT_S
+    while launcher_process.poll() is None and not done():
+        assert time.monotonic() < deadline, "neither ended nor went on"
+        time.sleep(0.005)
+
+
+def stages(launcher: str, folder: Path) -> dict[str, float]:
+    """A whole run in a new folder; how many seconds it imports, trains, and ends."""
+    began = time.monotonic()
     process = start(launcher, folder)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        assert process.wait(seconds) == 0, folder.with_suffix(".out").read_text()[-4000:]
-    kill_all(process)
+    wait_for(process, lambda: num_entries(folder) > 0)
+    born = time.monotonic()
+    wait_for(process, lambda: has_last_commit(folder))
+    trained = time.monotonic()
+    try:
+        assert process.wait(LIMIT_S) == 0, folder.with_suffix(".out").read_text()[-4000:]
+    finally:
+        kill_all(process)
+    return {"import": born - began, "train": trained - born, "exit": time.monotonic() - trained}
+
+
+def kill_in(stage: str, seconds: float, launcher: str, folder: Path) -> None:
+    """Start, and kill so many seconds after this stage has begun, unless all has ended by then."""
+    before = num_entries(folder)
+    process = start(launcher, folder)
+    try:
+        if stage == "train":
+            wait_for(process, lambda: num_entries(folder) > before)
+        elif stage == "exit":
+            wait_for(process, lambda: num_entries(folder) > before and has_last_commit(folder))
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            assert process.wait(seconds) == 0, folder.with_suffix(".out").read_text()[-4000:]
+    finally:
+        kill_all(process)
 
 
 def final_root(folder: Path) -> str:
@@ -94,12 +133,12 @@ def test_the_example_is_short() -> None:
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_I13_one_state_root_however_it_is_launched_and_killed(launcher: str, reference: str, tmp_path: Path) -> None:
     whole = tmp_path / "whole"
-    duration_s = finish(launcher, whole)
+    seconds = stages(launcher, whole)
     assert final_root(whole) == reference
     killed = tmp_path / "killed"
     chance = random.Random(launcher)
-    for first, last in ((0.05, 0.4), (0.4, 0.8), (0.8, 1.0)):
-        kill_after(launcher, killed, duration_s * chance.uniform(first, last))
+    for stage in ("import", "train", "exit"):
+        kill_in(stage, seconds[stage] * chance.random(), launcher, killed)
     finish(launcher, killed)
     assert final_root(killed) == reference
 
@@ -108,10 +147,11 @@ def test_I13_one_state_root_however_it_is_launched_and_killed(launcher: str, ref
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_campaign_twenty_seeded_kills_from_import_to_exit(launcher: str, reference: str, tmp_path: Path) -> None:
-    duration_s = finish(launcher, tmp_path / "whole")
+    seconds = stages(launcher, tmp_path / "whole")
     chance = random.Random(f"campaign {launcher}")
-    for i in range(20):
-        folder = tmp_path / f"killed-{i}"
-        kill_after(launcher, folder, duration_s * (i + chance.random()) / 20)
+    moments = [(stage, seconds[stage] * (i + chance.random()) / n) for stage, n in TWENTY.items() for i in range(n)]
+    for number, (stage, after_s) in enumerate(moments):
+        folder = tmp_path / f"killed-{number}"
+        kill_in(stage, after_s, launcher, folder)
         finish(launcher, folder)
-        assert final_root(folder) == reference, f"kill {i}"
+        assert final_root(folder) == reference, f"kill {number}: {after_s:.3f} s into {stage}"

@@ -55,9 +55,9 @@ class RingUpdate(Update):
 
     def reduce(self, word: Word) -> Reduced:
         """Tell all ranks what each has computed; rank 0's buffers become everybody's, as DDP would make them at the next forward."""
-        units = tuple(
-            UnitFacts(u.unit, u.digest, u.weight, bits(float("nan") if u.loss is None else u.loss.item()), "") for u in self.collected
-        )
+        unknown = float("nan")  # a plain loop need not tell us its loss
+        losses = [u.loss.item() if u.loss is not None else unknown if u.weight else 0.0 for u in self.collected]
+        units = tuple(UnitFacts(u.unit, u.digest, u.weight, bits(loss), "") for u, loss in zip(self.collected, losses, strict=True))
         facts = self._exchange.share(RankFacts(units=units, word=word), RankFacts)
         for buffer in self._all_buffers():
             flat = buffer.detach().contiguous().flatten().view(torch.uint8)

@@ -103,8 +103,9 @@ class Update:
     @torch.no_grad()
     def finish_unit(self, unit: int, digest: str, weight: int, loss: torch.Tensor | None) -> None:
         """Set the unit's gradients and buffers aside and clear `.grad`. A unit without samples has weight 0 and no loss."""
-        gradients = [_dense(p.grad) for p in self._parameters]
-        values: Sequence[torch.Tensor | None] = [*gradients, *self._floats]
+        # a unit without samples has run nothing: what the buffers hold is the beginning's, or another unit's
+        gradients = [_dense(p.grad) if weight else None for p in self._parameters]
+        values: Sequence[torch.Tensor | None] = [*gradients, *(self._floats if weight else [None] * len(self._floats))]
         # no one bumps the version of BatchNorm's statistics: only a comparison tells whether a unit wrote a buffer
         changed = [_differs(now, began) for now, began in zip(self._all_buffers(), self._began, strict=True)]
         self.reduction.add(unit, weight, values, [g is not None for g in gradients] + [False] * len(self._floats))
@@ -181,7 +182,7 @@ class Update:
         layout = self.reduction.layout
         for i, parameter in enumerate(self._parameters):
             value = layout.view(reduced.flats, i)
-            parameter.grad = value.to(parameter.dtype) if present[i] else None
+            parameter.grad = _as_gradient(value, parameter) if present[i] else None
         for j, buffer in enumerate(self._floats):
             i = len(self._parameters) + j
             if present[i]:
@@ -205,23 +206,25 @@ class Update:
             )
 
     def _run_optimizers(self, clip_grad_norm: float | None) -> bool:
-        parts = self._stack.parts
-        for key in self._ran:
-            self._ran[key] = False
-        if parts.scaler is not None:
-            for optimizer in parts.optimizers.values():
-                parts.scaler.unscale_(optimizer)
+        scaler, optimizers = self._stack.parts.scaler, list(self._stack.parts.optimizers.values())
+        if scaler is not None:
+            optimizers = [o for o in optimizers if _has_gradient(o)]  # a scaler refuses the others
+            for optimizer in optimizers:
+                scaler.unscale_(optimizer)
         if clip_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_(self._parameters, clip_grad_norm)
-        for optimizer in parts.optimizers.values():
-            if parts.scaler is not None:
-                parts.scaler.step(optimizer)
+        for key in self._ran:
+            self._ran[key] = False
+        for optimizer in optimizers:
+            if scaler is not None:
+                scaler.step(optimizer)
             else:
                 optimizer.step()
-        if parts.scaler is not None:
-            parts.scaler.update()
-            return any(self._ran.values())
-        return True
+        if scaler is None or not optimizers:
+            return True
+        applied = any(self._ran[id(o)] and not _skipped_inside(scaler, o) for o in optimizers)
+        scaler.update()
+        return applied
 
     def _loss(self, units: list[UnitFacts], total_weight: int) -> float:
         nodes = merge({Node(0, u.unit): u.weight * from_bits(u.loss) for u in units}, lambda a, b: a + b, self._num_units)
@@ -239,6 +242,24 @@ def _differs(now: torch.Tensor, began: torch.Tensor) -> torch.Tensor:
     if now.is_floating_point():
         return ((now != began) & ~(now.isnan() & began.isnan())).any()
     return (now != began).any()
+
+
+def _as_gradient(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """In the parameter's type and strides: a fused optimizer walks memory, not elements."""
+    if parameter.is_contiguous():
+        return value.to(parameter.dtype)
+    return torch.empty_like(parameter).copy_(value)
+
+
+def _has_gradient(optimizer: torch.optim.Optimizer) -> bool:
+    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+
+
+def _skipped_inside(scaler: Any, optimizer: torch.optim.Optimizer) -> bool:
+    """Did a fused optimizer, whose `step` always runs, leave all untouched because of an overflow?"""
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return False
+    return any(bool(found) for found in scaler._found_inf_per_device(optimizer).values())
 
 
 def _dense(gradient: torch.Tensor | None) -> torch.Tensor | None:

@@ -106,13 +106,7 @@ class Start:
         `adopt` checks birth facts first.
         """
         while plan.source != "fresh":
-            loaded: Loaded | None = None
-            fault = _Fault()
-            try:
-                rank = self.exchange.rank
-                loaded = from_memory(link, plan, rank) if plan.source == "memory" else from_disk(self.tier, plan, rank)
-            except Damaged as error:
-                fault = _Fault(error.path, error.reason)
+            loaded, fault = together(self.exchange, lambda plan=plan: self._read(link, plan))  # type: ignore[misc]
             faults = [f for f in self.exchange.share(fault, _Fault) if f.path]
             if not faults:
                 assert loaded is not None
@@ -159,6 +153,14 @@ class Start:
             if before != now and before is not _CONTAINER and now is not _CONTAINER:
                 found.append(f"{pointer[1:]}: {before} -> {now}")
         self.differences = tuple(sorted({d for part in self.exchange.share(found, list[str]) for d in part}))
+
+    def _read(self, link: Link, plan: Plan) -> tuple[Loaded | None, _Fault]:
+        """What this rank needs, or what is wrong with it. Damage can be planned around; any other error ends the start on all ranks."""
+        rank = self.exchange.rank
+        try:
+            return from_memory(link, plan, rank) if plan.source == "memory" else from_disk(self.tier, plan, rank), _Fault()
+        except Damaged as error:
+            return None, _Fault(error.path, error.reason)
 
     def _restore(self, plan: Plan, loaded: Loaded, adopt: Callable[[Plan], None]) -> None:
         def put_back() -> None:

@@ -1,0 +1,90 @@
+"""Three ranks on real Gloo: a reduction, unequal shares, an abandoned collective and a new group. Each rank prints one JSON line."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+
+import torch
+import torch.distributed as dist
+
+from tests.rigs.thread_exchange import bits_of
+from unbroken.capture.exchange import Exchange, ExchangeFailed, join_world
+from unbroken.capture.reduce import OrderedReduction, RankFacts, UnitFacts
+from unbroken.order.units import blocks
+
+NUM_UNITS = 5
+SIZES = (70, 3)
+
+
+def values(unit: int) -> list[torch.Tensor]:
+    """A unit's gradients: 25 decades, float32 and bfloat16."""
+    g = torch.Generator().manual_seed(unit)
+    wide = torch.randn(SIZES[0], generator=g) * 10.0 ** torch.randint(-20, 5, (SIZES[0],), generator=g)
+    return [wide, torch.randn(SIZES[1], generator=g).bfloat16()]
+
+
+def reduced(exchange: Exchange) -> list[str]:
+    """The results' bytes, hex, whatever the number of ranks; unit u has weight u + 1."""
+    like = [torch.empty(SIZES[0]), torch.empty(SIZES[1], dtype=torch.bfloat16)]
+    reduction = OrderedReduction(like, NUM_UNITS, exchange)
+    block = blocks(NUM_UNITS, exchange.world_size)[exchange.rank]
+    for unit in block:
+        reduction.add(unit, unit + 1, values(unit), [True, True])
+    units = tuple(UnitFacts(u, "", u + 1, "0" * 16, "") for u in block)
+    result = reduction.reduce(RankFacts(units=units, present=reduction.present))
+    return [raw.hex() for raw in bits_of([reduction.layout.view(result.flats, i) for i in range(2)])]
+
+
+def failure_of(exchange: Exchange, scatter: bool) -> tuple[float, str]:
+    """Seconds until a collective fails, and how."""
+    began = time.monotonic()
+    try:
+        if scatter:
+            exchange.scatter(torch.zeros(3 * 64, dtype=torch.uint8), [64] * 3, [64] * 3)
+        else:
+            exchange.gather(torch.zeros(8))
+    except ExchangeFailed as error:
+        return time.monotonic() - began, str(error)
+    return -1.0, ""
+
+
+def wait_for_others(rank: int, name: str) -> None:
+    """Until the other two are in their collective, or about to be."""
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        store.wait([f"{name}/0", f"{name}/2"])
+    else:
+        store.set(f"{name}/{rank}", "1")
+
+
+def main() -> None:
+    """All rounds; what each gave."""
+    device = torch.device("cpu")
+    assert join_world(device)
+    assert not join_world(device), "the world is there already"
+    exchange = Exchange(device)
+    out: dict[str, object] = {"unconnected": failure_of(exchange, True)[1]}
+    exchange.connect("start")
+    out["reduced"] = reduced(exchange)
+    out["shared"] = exchange.share({"rank": exchange.rank, "text": "ü" * 10 ** (2 * exchange.rank)}, dict[str, int | str])
+    failed = []
+    for round_number, scatter in enumerate((True, False)):
+        wait_for_others(exchange.rank, f"round{round_number}")
+        if exchange.rank == 1:
+            exchange.abandon()
+        failed.append(failure_of(exchange, scatter))
+        exchange.abandon()
+        exchange.connect("again")
+        out[f"after{round_number}"] = exchange.share(exchange.rank * 11, int)
+    out["failed"] = failed
+    out["same"] = reduced(exchange) == out["reduced"]
+    print(json.dumps(out))
+    exchange.abandon()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main()
