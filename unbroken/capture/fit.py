@@ -33,6 +33,11 @@ class Fit:
             if _form(stored[p]) != _form(live[p]) and "alias" not in (stored[p].dtype, live[p].dtype)
         ]
 
+    def fillable(self, place: str, live: Any) -> None:
+        """What the forms of tensors do not tell: one tensor for two stored values, or one that cannot be written."""
+        if not (self._missing or self._unexpected or self._wrong):
+            self._wrong += [f"{place[1:]}.{text}" for text in differences(self._pieces, live, pointer=place).mismatched]
+
     def optimizers(self, live: Mapping[str, list[dict[str, Any]]]) -> None:
         """Parameter groups with their members by name, and the options of each."""
         place = "/optimizer/groups"

@@ -7,7 +7,7 @@
     /model/structure  /environment                                        compared            framework, hardware
     /hardware  /topology  /layout  /options                               recorded            hardware, scheduling
 
-Optimizer state is keyed by parameter name, so that it survives another order of registration. Where there is one model (optimizer,
+Optimizer state is keyed by parameter name, so that it survives another order within a group. Where there is one model (optimizer,
 scheduler) its key is left out of the pointers.
 """
 
@@ -111,7 +111,7 @@ class Stack:
         found = {}
         for key, model in self.parts.models.items():
             for name, module in names.modules(model):
-                found[f"{key}.{name}" if key else name] = f"{type(module).__name__}({module.extra_repr()})"
+                found[f"{key}.{name}" if key and name else key or name] = f"{type(module).__name__}({module.extra_repr()})"
         return found
 
     def restore(self, pieces: Pieces, *, own_streams: bool) -> None:
@@ -147,10 +147,11 @@ class Stack:
         return items + flatten(frozen, "/model/frozen", kind="mode")
 
     def _groups(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-        return [{**group, "params": [self.names[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
+        return [{**group, "params": sorted(self.names[id(p)] for p in group["params"])} for group in optimizer.param_groups]
 
     def _state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        return {self.names[id(p)]: optimizer.state[p] for g in optimizer.param_groups for p in g["params"] if optimizer.state.get(p)}
+        named = {self.names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
+        return {name: optimizer.state[named[name]] for name in sorted(named) if optimizer.state.get(named[name])}
 
     def _check_optimizers(self) -> None:
         for key, optimizer in self.parts.optimizers.items():
@@ -165,6 +166,8 @@ class Stack:
         """Everything that will be put, before anything is touched."""
         parts, fit = self.parts, Fit(pieces)
         fit.tensors(self._model_items())
+        for place, of in (("/model/parameters", names.parameters), ("/model/buffers", names.buffers)):
+            fit.fillable(place, self._tensors(of))
         fit.optimizers({key: self._groups(optimizer) for key, optimizer in parts.optimizers.items()})
         fit.objects("/scheduler", parts.schedulers)
         fit.objects("/scaler", {} if parts.scaler is None else {"": parts.scaler})
@@ -197,9 +200,16 @@ class Stack:
             for name, values in saved_state.items():
                 parameter = by_name[name]
                 optimizer.state[parameter] = {
-                    k: v.to("cpu" if k == "step" and not on_device[id(parameter)] else parameter.device) if torch.is_tensor(v) else v
+                    k: _beside(parameter, v, on_host=k == "step" and not on_device[id(parameter)]) if torch.is_tensor(v) else v
                     for k, v in values.items()
                 }
+
+
+def _beside(parameter: torch.Tensor, value: torch.Tensor, *, on_host: bool) -> torch.Tensor:
+    """On the parameter's device and, where it has its shape, in its strides: a fused optimizer walks memory, not elements."""
+    if on_host or value.shape != parameter.shape or parameter.is_contiguous():
+        return value.to("cpu" if on_host else parameter.device)
+    return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
 
 
 def _set_option(group: dict[str, Any], option: str, value: Any) -> None:

@@ -17,6 +17,7 @@ from importlib.machinery import SourceFileLoader
 from types import ModuleType, TracebackType
 from typing import NoReturn
 
+from unbroken.core.errors import UnbrokenError
 from unbroken.core.os import die_with_parent
 from unbroken.core.ports import environment
 
@@ -41,8 +42,15 @@ def main(argv: list[str]) -> NoReturn:
         raise
     except BaseException as error:  # noqa: BLE001  (reported exactly as the interpreter would, then the process ends)
         _report(error)
-        sys.exit(130 if isinstance(error, KeyboardInterrupt) else 1)
+        sys.exit(_exit_code(error))
     sys.exit(0)
+
+
+def _exit_code(error: BaseException) -> int:
+    """As the interpreter would, but a refusal of ours ends with its own code: the launcher must not start again what it cannot change."""
+    if isinstance(error, UnbrokenError):
+        return error.exit_code
+    return 130 if isinstance(error, KeyboardInterrupt) else 1
 
 
 def _tie_to_launcher() -> None:
