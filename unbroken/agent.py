@@ -21,7 +21,7 @@ from msgspec import Struct
 from unbroken.core import messages as m
 from unbroken.core.errors import Fenced, Refused, UnbrokenError
 from unbroken.core.limits import DRAIN_TIMEOUT_S, LINGER_S
-from unbroken.core.os import is_alive, try_lock
+from unbroken.core.os import hostname, is_alive, try_lock
 from unbroken.core.ports import Clock, Nonces, SystemClock, SystemNonces
 from unbroken.core.records import EventRecord, StepRecord
 from unbroken.recover.board import Board
@@ -190,7 +190,7 @@ class Daemon:
                 continue
             if other.pid != client.pid and is_alive(other.pid):
                 raise Fenced(
-                    f"{self._directory} is in use: process {other.pid} is rank {other.rank} of {other.hello.world_size} and lives; "
+                    f"{self._directory} is in use: process {other.pid} on {hostname()} lives, rank {other.rank} of {other.hello.world_size}; "
                     "end it first, or choose another folder"
                 )
             self._server.drop(other)

@@ -9,12 +9,12 @@ from unbroken.capture.tree import Item
 from unbroken.capture.update import Applied
 from unbroken.config import Pace
 from unbroken.core.errors import UnbrokenError
-from unbroken.core.limits import DRAIN_TIMEOUT_S, SLOT_WAIT_S
+from unbroken.core.limits import DRAIN_TIMEOUT_S, MAX_ATTEMPTS, SLOT_WAIT_S
 from unbroken.core.messages import Plan, Refuse, Status, StatusReply
 from unbroken.core.ports import Clock, position
 from unbroken.opening import Opening
 from unbroken.recover.diary import Diary
-from unbroken.recover.link import SaveWarning
+from unbroken.recover.link import SaveWarning, StepLost
 from unbroken.recover.snapshots import Snapshots, expected_bytes
 from unbroken.recover.start import Counters
 
@@ -66,6 +66,8 @@ class Keeping:
 
     def retry(self, step: int, attempt: int, why: Exception) -> int:
         """The number of the next attempt at a step that every member has refused; StepLost where it may not be tried in place."""
+        if attempt + 1 >= MAX_ATTEMPTS:
+            raise StepLost(f"step {step} was refused {attempt + 1} times in place: {why}") from why
         refuse = Refuse(generation=self.generation, step=step, attempt=attempt, rank=self._rank, reason=str(why)[:1000])
         return self._opening.link.retry(refuse, why)
 
@@ -92,7 +94,7 @@ class Keeping:
 
     def save(self, milestone: bool, wait: bool) -> None:
         """Save now; with `wait`, return when it is durable or raise SaveFailed."""
-        self._snapshot(milestone=milestone, wait_s=DRAIN_TIMEOUT_S)
+        self._snapshot(milestone=milestone, wait_s=DRAIN_TIMEOUT_S, explicit=True)
         if wait and self._unconfirmed is not None:
             self._opening.link.wait_for_step(self._unconfirmed, DRAIN_TIMEOUT_S)
 
@@ -108,10 +110,18 @@ class Keeping:
         finally:
             self._snapshots.close()
 
-    def _snapshot(self, *, milestone: bool, wait_s: float) -> None:
+    def _snapshot(self, *, milestone: bool, wait_s: float, explicit: bool = False) -> None:
         if self._saved_step == self._counters.step and not milestone:
             return
-        taken = self._snapshots.take(self._pieces(), self._counters.step, milestone=milestone, wait_s=wait_s)
+        try:
+            pieces = self._pieces()
+        except TypeError as error:  # something unstorable has come into the state since the start; save() lets it pass
+            if explicit:
+                raise
+            warnings.warn(f"no snapshot at step {self._counters.step}, training goes on: {error}", SaveWarning, stacklevel=4)
+            self._diary.event("save_failed", self._counters.step, reason=str(error))
+            return
+        taken = self._snapshots.take(pieces, self._counters.step, milestone=milestone, wait_s=wait_s)
         if taken is None:
             self._diary.event("snapshot_skipped", self._counters.step)
             return

@@ -29,6 +29,12 @@ from unbroken.recover.link import Link
 from unbroken.recover.start import Counters, Start, fact_items
 from unbroken.store.tiers.disk import DiskTier
 
+GRADES = {
+    "equal-world-size": "this loader keeps its own order, which depends on the number of ranks; unbroken.Batches does not",
+    "order-only": "the order of samples is kept, random augmentation is not; wrap the data set as unbroken.keyed(dataset)",
+}
+"""What a grade of the data means to the user."""
+
 _openings = itertools.count()
 
 
@@ -115,6 +121,8 @@ class Opening:
         print(f"unbroken: {self.directory}: {origin}, generation {plan.generation}; {units}")
         memory = f"{NUM_SLOTS} slots of {mebibytes(slot_bytes)} and {mebibytes(gradient_bytes)} for gradients"
         print(f"unbroken: {self.config.interval}; memory per rank: {memory}")
+        if self.source.grade != "exact":
+            print(f"unbroken: the claim is limited by the data: {GRADES[self.source.grade]}", file=sys.stderr)
         for note in (*plan.notes, *self.start.notes):
             print(f"unbroken: {note}", file=sys.stderr)
         for difference in self.start.differences:
@@ -135,10 +143,15 @@ class Opening:
     def _adopt(self, plan: Plan) -> None:
         """Take over the birth facts; refuse arguments that contradict them."""
         born, config = plan.options, self.config
+        if "units" not in born:
+            raise Refused(f"{self.directory} holds checkpoints of a Store, not a run: use another folder")
         mine = {"seed": config.seed, "units": config.units, "threads": config.threads, "reduce": config.reduce}
         wrong = [f"{k}: born with {born.get(k)!r}, now {v!r}" for k, v in mine.items() if v is not None and born.get(k) != v]
         if config.reduce == "ring" and plan.stored_world_size not in (0, self.exchange.world_size):
             wrong.append(f"world size: {plan.stored_world_size} at the checkpoint, now {self.exchange.world_size} (reduce='ring' keeps it)")
+        if config.reduce == "ring" and born["units"] % self.exchange.world_size:
+            ranks = self.exchange.world_size
+            raise ValueError(f"reduce='ring' needs equally many units on each rank: {born['units']} do not go into {ranks} ranks")
         if wrong:
             text = "this run was born with other facts:\n  " + "\n  ".join(wrong) + "\nGive them as they were, or start another folder"
             raise LayoutMismatch(text, mismatched=tuple(wrong))

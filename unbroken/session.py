@@ -31,6 +31,7 @@ from unbroken.capture.stack import Parts, Stack, keyed_parts
 from unbroken.capture.streams import Streams
 from unbroken.capture.update import Applied, Update, scaled
 from unbroken.chaos import arm_from_environment
+from unbroken.cluster.exitcode import use_exit_codes
 from unbroken.cluster.preempt import StopRequest
 from unbroken.config import Options, RunConfig, resolve
 from unbroken.core.limits import DRAIN_TIMEOUT_S, EXIT_TIMEOUT_S
@@ -71,6 +72,7 @@ class Run:
     ) -> None:
         self._clock: Clock = SystemClock()
         moments = {"process": self._clock.monotonic()}
+        use_exit_codes()
         self._config: RunConfig = resolve(lose_at_most, resume, options)
         self._directory = os.path.abspath(os.fspath(directory))
         self.model = model

@@ -70,6 +70,11 @@ class DaemonEnd:
         self._channel.close()
         self.table.close()
 
+    def close(self) -> None:
+        """Both ends."""
+        self.hang_up()
+        self.link.close()
+
     def _serve(self) -> None:
         while not self._closed.is_set():
             if not self._channel.wait(0.02):

@@ -58,6 +58,10 @@ class Batch:
     def __init__(self, step: int, units: Callable[[], Iterator[Micro]]) -> None:
         self.step = step
         self._units = units
+        self._begun = False
 
     def __iter__(self) -> Iterator[Micro]:
+        if self._begun:
+            raise RuntimeError(f"the batch of step {self.step} was iterated before: its units come once, so do all with a unit in one pass")
+        self._begun = True
         return self._units()

@@ -55,6 +55,8 @@ def _show(people: Console, status: Status) -> Callable[[Told], None]:
         if told.kind == "progress":
             status.update(f"[dim]{escape(told.text)}[/dim]")
             return
+        if told.kind in ("act", "strike"):
+            status.update("[dim]…[/dim]")
         elapsed_s = int(clock.monotonic() - begin_s)
         clock_time = f"[dim]{elapsed_s // 60}:{elapsed_s % 60:02d}[/dim]"
         if told.kind == "act":

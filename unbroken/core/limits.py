@@ -59,8 +59,11 @@ LINGER_S = 2.0
 EXIT_TIMEOUT_S = 30.0
 """A rank that ends without close() waits this long for the others' last snapshots."""
 
-COLLECTIVE_TIMEOUT_S = 60.0
-"""A collective that makes no progress for this long has failed."""
+COLLECTIVE_TIMEOUT_S = 600.0
+"""A collective that makes no progress for this long has failed: rank 0 may evaluate while the others wait for it."""
+
+MAX_ATTEMPTS = 3
+"""A step is tried in place so often; then the processes are started again."""
 
 MAX_UNITS = 1 << 20
 """Units of a step. Digests of all of them stand in one journal line, and stored facts must not make us allocate."""

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
+from collections.abc import Iterator
 
 import msgspec
 
 from unbroken.capture.update import Applied
+from unbroken.core.limits import MAX_MESSAGE_BYTES
 from unbroken.core.messages import Journal, Plan
 from unbroken.core.records import EventRecord, Record, StepRecord
 from unbroken.recover.link import DaemonLost, Link, SaveWarning, StepLost
 from unbroken.recover.snapshots import Taken
 
-RECORDS_PER_MESSAGE = 32
-"""A step's record takes some 100 bytes and 35 per unit: so many of 64 units stay below MAX_MESSAGE_BYTES."""
+RECORDS_BYTES = MAX_MESSAGE_BYTES - 1024
+"""Of records in one message; a step's takes some 150 bytes and 35 per unit."""
 
 
 class Diary:
@@ -82,8 +84,8 @@ class Diary:
         if self._rank != 0 or self._link.lost is not None:
             return
         try:
-            for i in range(0, len(records), RECORDS_PER_MESSAGE):
-                self._link.send(Journal(generation=self._plan.generation, records=records[i : i + RECORDS_PER_MESSAGE]))
+            for part in _parts(records):
+                self._link.send(Journal(generation=self._plan.generation, records=part))
         except DaemonLost as error:
             warnings.warn(f"{error}; training goes on, another daemon is started at the next boundary", SaveWarning, stacklevel=3)
 
@@ -97,3 +99,18 @@ class Diary:
             return []
         at = {"compensate": self._compensated_s, "first_step": now_s}
         return [EventRecord(name="caught_up", step=step, at=at, facts={"lost_step": lost})]
+
+
+def _parts(records: tuple[Record, ...]) -> Iterator[tuple[Record, ...]]:
+    """The records in order, as many together as one message holds."""
+    part: list[Record] = []
+    size_bytes = 0
+    for record in records:
+        record_bytes = len(msgspec.json.encode(record)) + 1 if len(records) > 1 else 0
+        if part and size_bytes + record_bytes > RECORDS_BYTES:
+            yield tuple(part)
+            part, size_bytes = [], 0
+        part.append(record)
+        size_bytes += record_bytes
+    if part:
+        yield tuple(part)

@@ -99,6 +99,7 @@ class RunFolder:
         self._facts_raw = b""
         self._start: _Start | None = None
         self._notes: list[str] = []
+        self._keep: int | None = None
         self._turn = threading.Lock()
         self._is_starting = False
 
@@ -121,6 +122,7 @@ class RunFolder:
 
         `last_applied` is the newest step of the generation that ended, None if this daemon did not see it.
         """
+        self._keep = request.options.get("keep")
         if request.world_size < 1:
             raise ValueError(f"world_size {request.world_size}: must be at least 1")
         with self._turn:  # from here on nothing is removed until `opened`: it may be what this start loads (I2)
@@ -190,7 +192,7 @@ class RunFolder:
 
     def collect(self, repository: Repository) -> None:
         """Remove old checkpoints, from the drain thread; put off while a start is in progress."""
-        keep = repository.facts.options.get("keep")
+        keep = self._keep if self._keep is not None else repository.facts.options.get("keep")
         keep_newest = keep if isinstance(keep, int) and keep >= 1 else KEEP_NEWEST
         with self._turn:
             if not self._is_starting:

@@ -32,7 +32,10 @@ class SaveWarning(UserWarning):
 def raise_error(error: Error) -> None:
     """Raise the daemon's refusal as the class that it names."""
     kind = getattr(errors, error.kind, None)
-    if isinstance(kind, type) and issubclass(kind, errors.UnbrokenError) and kind is not errors.Damaged:
+    if kind is errors.Damaged:
+        path, _, reason = error.text.partition(": ")
+        raise errors.Damaged(path, reason)
+    if isinstance(kind, type) and issubclass(kind, errors.UnbrokenError):
         raise kind(error.text)
     if error.kind in ("ValueError", "TypeError"):
         raise ValueError(error.text)
@@ -60,10 +63,10 @@ class Link:
         return link
 
     def send(self, message: Message, fds: Sequence[int] = ()) -> None:
-        """Send without waiting for an answer. DaemonLost when nobody is there."""
+        """Send without waiting for an answer. DaemonLost when nobody is there, or nobody has read for REPLY_TIMEOUT_S."""
         try:
             self._channel.send(message, fds)
-        except (ConnectionError, BrokenPipeError) as error:
+        except (ConnectionError, TimeoutError) as error:
             self.lost = f"the node daemon has gone: {error}"
             raise DaemonLost(self.lost) from error
 
@@ -106,7 +109,7 @@ class Link:
         """Wait until the checkpoint of `step` is visible and durable. SaveFailed with the cause otherwise."""
         end = self._clock.monotonic() + timeout_s
         self.poll()
-        if self.lost is None and self._stored_before(step):
+        if self.lost is None and self._stored_before(step, timeout_s):
             return
         while True:
             self.poll()
@@ -128,10 +131,10 @@ class Link:
                 continue
             self._note(message)
 
-    def _stored_before(self, step: int) -> bool:
+    def _stored_before(self, step: int, timeout_s: float) -> bool:
         """Was it committed before we came, so that no news of it will arrive?"""
         try:
-            committed = self.ask(Status(), StatusReply)[0].facts.get("last_committed")
+            committed = self.ask(Status(), StatusReply, min(timeout_s, REPLY_TIMEOUT_S))[0].facts.get("last_committed")
         except (DaemonLost, TimeoutError):
             return False
         return isinstance(committed, int) and committed >= step

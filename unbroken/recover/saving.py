@@ -58,6 +58,8 @@ class Saving:
         try:
             if Repository.exists(tier):
                 repository = Repository.open(tier)
+                if repository.facts.options.get("writer") != "store":
+                    raise Refused(f"{tier.root} holds a training run, whose history a Store would fork: use another folder for it")
             else:
                 facts = RunFacts(run_id=nonces.nonce(), created=clock.utc(), options={"writer": "store"})
                 repository = Repository.create(tier, facts)

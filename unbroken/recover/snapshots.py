@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from unbroken.capture.freeze import freeze, needed_bytes, plan_slot
 from unbroken.capture.stack import Stack
 from unbroken.capture.tree import Item
+from unbroken.core.errors import UnbrokenError
 from unbroken.core.limits import NUM_SLOTS
 from unbroken.core.messages import NeedSlots, Ready, Slots
 from unbroken.core.ports import Clock, failpoint
-from unbroken.recover.link import DaemonLost, Link, SaveWarning
+from unbroken.recover.link import Link, SaveWarning
 from unbroken.shm.slots import Slot, pick
 
 
@@ -77,7 +78,8 @@ class Snapshots:
             self._link.send(
                 Ready(generation=self._generation, step=step, rank=self._rank, slot=self._slots.index(slot), milestone=milestone)
             )
-        except DaemonLost as error:
+        except (UnbrokenError, OSError) as error:
+            # the daemon has gone, does not answer, or has no memory for a state that has grown: a save never ends training (I9)
             warnings.warn(f"no snapshot at step {step}, training goes on: {error}", SaveWarning, stacklevel=3)
             return None
         failpoint("capture.ready")

@@ -67,8 +67,10 @@ def test_a_backward_that_fails_may_be_tried_again() -> None:
     assert not made.done
 
 
-def test_a_batch_asks_for_its_units_when_it_is_iterated() -> None:
+def test_a_batch_asks_for_its_units_when_it_is_iterated_and_only_once() -> None:
     made = [micro(i) for i in range(3)]
     batch = Batch(3, lambda: iter(made))
     assert batch.step == 3
     assert list(batch) == made
+    with pytest.raises(RuntimeError, match=r"batch of step 3 was iterated before.*in one pass"):
+        list(batch)

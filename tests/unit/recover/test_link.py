@@ -75,12 +75,18 @@ def test_I11_an_answer_that_does_not_come_is_a_timeout_whatever_else_arrives(end
 def test_a_refusal_is_raised_as_the_class_that_it_names(ends: tuple[Link, Channel], kind: str, raised: type[Exception]) -> None:
     link, peer = ends
     peer.send(Error(kind=kind, text="process 7 has it", code=4))
-    with pytest.raises(raised, match="^process 7 has it$") as caught:
+    with pytest.raises(raised, match=r"^process 7 has it$") as caught:
         link.ask(Status(), StatusReply)
     assert type(caught.value) is raised
 
 
-@pytest.mark.parametrize("kind", ["OSError", "Damaged", "KeyError", "__name__", "annotations", ""])
+def test_damage_keeps_the_object_and_the_reason() -> None:
+    with pytest.raises(errors.Damaged) as caught:
+        raise_error(Error(kind="Damaged", text="packs/ab/x.pack: chunk 3: wrong digest", code=1))
+    assert (caught.value.path, caught.value.reason) == ("packs/ab/x.pack", "chunk 3: wrong digest")
+
+
+@pytest.mark.parametrize("kind", ["OSError", "KeyError", "__name__", "annotations", ""])
 def test_a_refusal_of_any_other_kind_keeps_its_name_and_exit_code(kind: str) -> None:
     with pytest.raises(errors.UnbrokenError, match=f"^{kind}: broken$") as caught:
         raise_error(Error(kind=kind, text="broken", code=5))
@@ -107,7 +113,7 @@ def test_I9_I11_a_daemon_that_has_stopped_reading_is_as_good_as_gone(ends: tuple
     link, _ = ends
     genuine = link._channel.send
     monkeypatch.setattr(link._channel, "send", lambda message, fds=(): genuine(message, fds, timeout_s=0.05))
-    with pytest.raises(DaemonLost, match="does not read|timed out"):
+    with pytest.raises(DaemonLost, match=r"does not read|timed out"):
         for step in range(100_000):
             link.send(failed(step, "x" * 1000))
     assert link.lost is not None
@@ -134,7 +140,7 @@ def test_I9_each_failed_save_is_one_warning_and_an_overtaken_one_is_none(ends: t
 def test_waiting_ends_with_the_news_of_this_step_or_a_later_one(step: int) -> None:
     daemon = DaemonEnd(lambda m: [StatusReply(phase="draining", facts={"last_committed": 5}), committed(7)] if m == Status() else ())
     daemon.link.wait_for_step(step, 10.0)
-    daemon.hang_up()
+    daemon.close()
 
 
 @pytest.mark.parametrize(("known", "returns"), [(7, True), (8, True), (6, False), (None, False), ("7", False)])
@@ -145,7 +151,7 @@ def test_a_step_stored_before_we_came_needs_no_news(known: object, returns: bool
     else:
         with pytest.raises(errors.SaveFailed, match="step 7 was not durable after 0 s"):
             daemon.link.wait_for_step(7, 0.2)
-    daemon.hang_up()
+    daemon.close()
 
 
 IDLE = StatusReply(phase="idle", facts={})
@@ -167,7 +173,7 @@ def test_I9_a_step_that_will_not_be_durable_raises_the_cause(news: list[Message]
     daemon = DaemonEnd(lambda m: [*(news if early else []), IDLE, *([] if early else news)] if m == Status() else ())
     with pytest.raises(errors.SaveFailed, match=words):
         daemon.link.wait_for_step(7, 0.3)
-    daemon.hang_up()
+    daemon.close()
 
 
 def test_I9_a_daemon_that_dies_while_its_commit_is_awaited_is_the_cause(ends: tuple[Link, Channel]) -> None:
@@ -191,10 +197,10 @@ def test_I9_the_end_of_a_run_says_what_was_not_saved_and_raises_nothing(
     ends: tuple[Link, Channel], capsys: pytest.CaptureFixture[str]
 ) -> None:
     link, peer = ends
-    for message in (failed(3), failed(4, superseded=True), failed(9, "broken disk"), IDLE):
+    for message in (failed(3), failed(4, superseded=True), failed(9, "broken disk")):
         peer.send(message)
     with pytest.warns(SaveWarning) as caught:
-        link.settle(9, 0.3, aloud=True)
+        link.settle(9, 0.1, aloud=True)
     assert str(caught[-1].message) == "the checkpoint of step 9 was not saved: broken disk; older checkpoints are untouched"
     assert len(caught) == 3
     said = capsys.readouterr().err
@@ -206,11 +212,10 @@ def test_a_run_that_ends_well_or_on_another_rank_is_quiet(ends: tuple[Link, Chan
     link, peer = ends
     peer.send(failed(4, superseded=True))
     peer.send(committed(9))
-    peer.send(IDLE)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        link.settle(9, 5.0, aloud=False)
-        link.settle(None, 5.0, aloud=False)
+        link.settle(9, 0.1, aloud=False)
+        link.settle(None, 0.1, aloud=False)
     assert capsys.readouterr().err == ""
 
 
