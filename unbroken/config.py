@@ -41,7 +41,7 @@ class Interval:
         return f"a snapshot every {self.steps} steps" if self.steps is not None else f"a snapshot every {self.seconds:g} s"
 
     def due(self, step: int, since_s: float, step_s: float) -> bool:
-        """Snapshot at the boundary of `step`? `since_s`: seconds since the last one, `step_s`: length of a step."""
+        """Snapshot at the boundary of `step`? `since_s`: seconds from the last one to this boundary, `step_s`: length of a step."""
         if self.steps is not None:
             return step % self.steps == 0
         assert self.seconds is not None
@@ -70,7 +70,9 @@ class Pace:
 
     def due_after(self, step: int) -> bool:
         """Will a snapshot be due at the boundary of `step`, two steps after the one applied last?"""
-        return self._interval.due(step, self._clock.monotonic() - self._saved_s, 2 * self._step_s)
+        now_s = self._clock.monotonic()
+        saved_s = now_s + self._step_s if self.due else self._saved_s  # the coming boundary's snapshot has not been taken yet
+        return self._interval.due(step, now_s + 2 * self._step_s - saved_s, self._step_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +89,8 @@ class RunConfig:
     keep: int = KEEP_NEWEST
 
 
-_UNITS_S = {"s": 1.0, "sec": 1.0, "second": 1.0, "seconds": 1.0, "m": 60.0, "min": 60.0, "minutes": 60.0, "h": 3600.0, "hours": 3600.0}
+_UNITS_S = dict.fromkeys(("s", "sec", "second", "seconds"), 1.0)
+_UNITS_S |= dict.fromkeys(("m", "min", "minute", "minutes"), 60.0) | dict.fromkeys(("h", "hour", "hours"), 3600.0)
 
 
 def parse_interval(text: str) -> Interval:
@@ -113,8 +116,9 @@ def resolve(lose_at_most: str, resume: str, options: Options) -> RunConfig:
     if reduce not in ("ordered", "ring"):
         raise ValueError(f'reduce={reduce!r}: give "ordered" (bit-identical at any world size) or "ring" (plain DDP loop)')
     for name in ("total_steps", "units", "threads", "keep"):
-        value = options.get(name)
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        value = options.get(name, KEEP_NEWEST if name == "keep" else None)
+        left_out = value is None and name != "keep"
+        if not left_out and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise ValueError(f"{name}={value!r}: give a whole number of at least 1")
     if options.get("seed") is not None:
         check_seed(options["seed"])  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ from torch import nn
 from unbroken.capture import facts
 from unbroken.capture.exchange import Exchange, join_world
 from unbroken.capture.loader import Source
-from unbroken.capture.ring import require_fixed_buckets
+from unbroken.capture.ring import require_equal_shares, require_fixed_buckets
 from unbroken.capture.stack import Stack
 from unbroken.capture.tree import Item
 from unbroken.config import RunConfig
@@ -149,9 +149,8 @@ class Opening:
         wrong = [f"{k}: born with {born.get(k)!r}, now {v!r}" for k, v in mine.items() if v is not None and born.get(k) != v]
         if config.reduce == "ring" and plan.stored_world_size not in (0, self.exchange.world_size):
             wrong.append(f"world size: {plan.stored_world_size} at the checkpoint, now {self.exchange.world_size} (reduce='ring' keeps it)")
-        if config.reduce == "ring" and born["units"] % self.exchange.world_size:
-            ranks = self.exchange.world_size
-            raise ValueError(f"reduce='ring' needs equally many units on each rank: {born['units']} do not go into {ranks} ranks")
+        if config.reduce == "ring":
+            require_equal_shares(born["units"], self.exchange.world_size)
         if wrong:
             text = "this run was born with other facts:\n  " + "\n  ".join(wrong) + "\nGive them as they were, or start another folder"
             raise LayoutMismatch(text, mismatched=tuple(wrong))

@@ -6,6 +6,7 @@ size and is refused at any other.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from itertools import count, islice
 from typing import Any
@@ -198,7 +199,7 @@ class StatefulLoader(_Share):
     """An object with `__iter__`, `state_dict` and `load_state_dict`, e.g. torchdata's StatefulDataLoader.
 
     Its own word is taken for its position; the ids of its samples are unknown, so they are counted instead. The units of the current
-    step are held, so that a refused step can be repeated.
+    step are held, so that a refused step can be repeated. Cost: one state_dict() per step.
     """
 
     def __init__(self, loader: Any, *, units: int | None, rank: int, world_size: int, epochs: int | None) -> None:
@@ -207,6 +208,8 @@ class StatefulLoader(_Share):
         self._iterator: Iterator[Any] | None = None
         self._step = 1
         self._held: list[Unit] = []
+        self._handed_out = 0
+        self._boundary: dict[str, Any] = {}
         self._turn = 0
         self._epoch = 0
         self._batches_in_epoch = 0
@@ -231,6 +234,7 @@ class StatefulLoader(_Share):
             self._step, self._held = step, []
         if step != self._step:
             raise ValueError(f"{type(self._loader).__name__} stands at step {self._step} and can go to step {step} only by load_state")
+        self._handed_out = 0
         self._turn += 1
 
     def units(self) -> Iterator[Unit]:
@@ -241,10 +245,13 @@ class StatefulLoader(_Share):
         while self.block and turn == self._turn:
             for number, unit in enumerate(self.block):
                 if number >= len(self._held):
+                    if number == 0:
+                        self._boundary = copy.deepcopy(self._now())
                     pulled = self._pull(unit)
                     if pulled is None and number == 0:
                         return
                     self._held.append(pulled or Unit(self._step, unit, np.empty(0, dtype=np.int64), 0, None))
+                self._handed_out = number + 1
                 yield self._held[number]
                 if turn != self._turn:
                     return
@@ -276,7 +283,10 @@ class StatefulLoader(_Share):
                 return
 
     def state(self) -> dict[str, Any]:
-        """The loader's own state and our counters."""
+        """The loader's own state and our counters; after `seek` back to the current step those from before its units were read."""
+        return self._boundary if self._held and not self._handed_out else self._now()
+
+    def _now(self) -> dict[str, Any]:
         return {
             "loader": self._loader.state_dict(),
             "epoch": self._epoch,
@@ -288,7 +298,7 @@ class StatefulLoader(_Share):
         self.close()
         self._loader.load_state_dict(state["loader"])
         self._epoch, self._batches_in_epoch, self._samples = state["epoch"], state["batches_in_epoch"], state["samples"]
-        self._step, self._held = step + 1, []
+        self._step, self._held, self._handed_out = step + 1, [], 0
         self._turn += 1
 
     def close(self) -> None:

@@ -34,10 +34,13 @@ def from_memory(link: Link, plan: Plan, rank: int) -> Loaded:
     wanted = mine or plan.slots[0]
     answer, fds = link.ask(OldSlots(slots=(wanted,)), Slots)
     slot = Slot(fds[0], answer.sizes[0])
-    index = slot.index()
-    if (index.step, index.generation, index.rank) != (plan.step, plan.stored_generation, wanted.rank):
+    try:
+        index = slot.index()
+        if (index.step, index.generation, index.rank) != (plan.step, plan.stored_generation, wanted.rank):
+            raise Damaged(f"slot {wanted.slot} of rank {wanted.rank}", f"holds step {index.step}, not step {plan.step} of the plan")
+    except Damaged:
         slot.close()
-        raise Damaged(f"slot {wanted.slot} of rank {wanted.rank}", f"holds step {index.step}, not step {plan.step} of the plan")
+        raise
     data = slot.data()
     pieces: dict[str, tuple[Piece, Buffer]] = {
         p.piece.pointer: (p.piece, data[p.offset : p.offset + p.size_bytes])

@@ -1,0 +1,159 @@
+"""Options: what is accepted, what is refused with its remedy, and when a snapshot is due."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.rigs.daemon_end import HandClock
+from unbroken.config import Interval, Options, Pace, RunConfig, parse_interval, resolve
+from unbroken.core.limits import KEEP_NEWEST
+
+
+@pytest.mark.parametrize(
+    ("text", "interval"),
+    [
+        ("30s", Interval(seconds=30)),
+        ("0.5 sec", Interval(seconds=0.5)),
+        (" 1 second ", Interval(seconds=1)),
+        ("90seconds", Interval(seconds=90)),
+        ("5 min", Interval(seconds=300)),
+        ("1m", Interval(seconds=60)),
+        ("1 minute", Interval(seconds=60)),
+        ("2 minutes", Interval(seconds=120)),
+        ("1.5h", Interval(seconds=5400)),
+        ("1 hour", Interval(seconds=3600)),
+        ("2 hours", Interval(seconds=7200)),
+        ("100 steps", Interval(steps=100)),
+        ("1 step", Interval(steps=1)),
+        ("2.0 steps", Interval(steps=2)),
+    ],
+)
+def test_times_and_steps(text: str, interval: Interval) -> None:
+    assert parse_interval(text) == interval
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "30", "s", "0s", "0 steps", "0.5 steps", "1.5 steps", "-1s", "1e3 steps", "30 S", "1d", "inf s", "nan steps", "1 s 2", 30, None],
+)
+def test_anything_else_is_refused_with_examples(text: Any) -> None:
+    with pytest.raises(ValueError, match=r'lose_at_most=.*"30s", "5 min", "1h", or "100 steps"'):
+        parse_interval(text)
+
+
+@given(st.text(max_size=20))
+def test_no_text_is_more_than_refused(text: str) -> None:
+    try:
+        interval = parse_interval(text)
+    except ValueError:
+        return
+    assert (interval.steps is None) != (interval.seconds is None)
+    assert (interval.steps or interval.seconds or 0) > 0
+
+
+def test_an_interval_in_steps_is_due_at_its_multiples() -> None:
+    interval = Interval(steps=3)
+    assert [step for step in range(10) if interval.due(step, math.inf, math.inf)] == [0, 3, 6, 9]
+
+
+@pytest.mark.parametrize(
+    ("since", "step", "due"), [(0, 0, False), (9.9, 0, False), (10, 0, True), (7, 2, False), (7, 3, True), (0, 10, True)]
+)
+def test_an_interval_in_seconds_is_due_before_another_step_would_exceed_it(since: float, step: float, due: bool) -> None:
+    assert Interval(seconds=10).due(5, since, step) is due
+
+
+def paces(clock: HandClock, pace: Pace, lengths: list[float], first: int = 1) -> list[bool]:
+    """What rank 0 says at each step about the boundary two steps later; a snapshot is taken where it said so."""
+    words = []
+    for step, length in enumerate(lengths, start=first):
+        words.append(pace.due_after(step + 1))
+        clock.sleep(length)
+        pace.step_done()
+        if len(words) > 1 and words[-2]:
+            pace.saved()
+    return words
+
+
+def test_steps_are_counted_from_the_runs_beginning_not_from_this_start() -> None:
+    clock = HandClock()
+    pace = Pace(Interval(steps=4), clock, 6)
+    assert not pace.due
+    assert Pace(Interval(steps=4), clock, 7).due
+    assert paces(clock, pace, [1.0] * 6, first=7) == [True, False, False, False, True, False]
+
+
+@pytest.mark.parametrize("length", [0.1, 0.7, 3.0, 4.9])
+def test_no_more_work_than_was_said_lies_between_snapshots_in_an_even_run(length: float) -> None:
+    """The word is given two steps ahead; with every step of equal length the interval holds, up to the two steps not measured yet."""
+    clock = HandClock()
+    pace = Pace(Interval(seconds=10), clock, 0)
+    words = paces(clock, pace, [length] * 1000)
+    due = [step for step, word in enumerate(words) if word]
+    gaps = [(b - a) * length for a, b in pairwise(due)]
+    assert gaps and max(gaps) <= 10
+    assert min(gaps) >= 10 - 2 * length, "nor are there more than need be"
+
+
+def test_one_long_step_is_remembered_for_a_while_and_then_forgotten() -> None:
+    clock = HandClock()
+    pace = Pace(Interval(seconds=100), clock, 0)
+    clock.sleep(60)
+    pace.step_done()
+    pace.saved()
+    assert pace.due_after(2), "another such step would be too much"
+    for _ in range(20):
+        clock.sleep(0.1)
+        pace.step_done()
+    pace.saved()
+    assert not pace.due_after(22)
+
+
+def test_defaults() -> None:
+    assert resolve("60s", "auto", {}) == RunConfig(interval=Interval(seconds=60), resume="auto", reduce="ordered", keep=KEEP_NEWEST)
+
+
+def test_every_option_is_taken_over() -> None:
+    options: Options = {"total_steps": 5, "units": 4, "seed": 2**64 - 1, "threads": 2, "keep": 7, "reduce": "ring"}
+    expected = RunConfig(
+        interval=Interval(steps=3), resume="must", reduce="ring", total_steps=5, units=4, seed=2**64 - 1, threads=2, keep=7
+    )
+    assert resolve("3 steps", "must", options) == expected
+    nothing: Options = {"total_steps": None, "units": None, "seed": None, "threads": None}
+    assert resolve("3 steps", "never", nothing) == RunConfig(interval=Interval(steps=3), resume="never")
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"steps": 5, "x": 1}, TypeError, r"unknown options \['steps', 'x'\]; known are .*'total_steps'"),
+        ({"reduce": "mean"}, ValueError, 'reduce=\'mean\': give "ordered".*"ring"'),
+        ({"reduce": None}, ValueError, "reduce=None"),
+        ({"total_steps": 0}, ValueError, "total_steps=0: give a whole number of at least 1"),
+        ({"units": -1}, ValueError, "units=-1"),
+        ({"units": 2.0}, ValueError, r"units=2\.0"),
+        ({"threads": True}, ValueError, "threads=True"),
+        ({"keep": "3"}, ValueError, "keep='3'"),
+        ({"keep": 0}, ValueError, "keep=0"),
+        ({"keep": None}, ValueError, "keep=None"),
+        ({"seed": -1}, ValueError, "seed must be an integer from 0"),
+        ({"seed": 2**64}, ValueError, "seed must be an integer from 0"),
+        ({"seed": 1.0}, ValueError, "seed must be an integer from 0"),
+        ({"seed": True}, ValueError, "seed must be an integer from 0"),
+    ],
+)
+def test_a_wrong_option_is_named_with_what_is_accepted(options: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        resolve("60s", "auto", options)
+
+
+@pytest.mark.parametrize("resume", ["yes", "", None, "MUST"])
+def test_a_wrong_resume_is_named_with_what_is_accepted(resume: Any) -> None:
+    with pytest.raises(ValueError, match=r'resume=.*give "auto", "must" or "never"'):
+        resolve("60s", resume, {})
