@@ -8,7 +8,7 @@ from unbroken.capture.reduce import Word
 from unbroken.capture.tree import Item
 from unbroken.capture.update import Applied
 from unbroken.config import Pace
-from unbroken.core.errors import UnbrokenError
+from unbroken.core.errors import SaveFailed, UnbrokenError
 from unbroken.core.limits import DRAIN_TIMEOUT_S, MAX_ATTEMPTS, SLOT_WAIT_S
 from unbroken.core.messages import Plan, Refuse, Status, StatusReply
 from unbroken.core.ports import Clock, position
@@ -94,7 +94,9 @@ class Keeping:
 
     def save(self, milestone: bool, wait: bool) -> None:
         """Save now; with `wait`, return when it is durable or raise SaveFailed."""
-        self._snapshot(milestone=milestone, wait_s=DRAIN_TIMEOUT_S, explicit=True)
+        taken = self._snapshot(milestone=milestone, wait_s=DRAIN_TIMEOUT_S, explicit=True)
+        if wait and not taken:
+            raise SaveFailed(f"no snapshot of step {self._counters.step} could be taken, see the warning; older checkpoints are untouched")
         if wait and self._unconfirmed is not None:
             self._opening.link.wait_for_step(self._unconfirmed, DRAIN_TIMEOUT_S)
 
@@ -110,9 +112,10 @@ class Keeping:
         finally:
             self._snapshots.close()
 
-    def _snapshot(self, *, milestone: bool, wait_s: float, explicit: bool = False) -> None:
+    def _snapshot(self, *, milestone: bool, wait_s: float, explicit: bool = False) -> bool:
+        """True if this step is in memory, or durable, now."""
         if self._saved_step == self._counters.step and not milestone:
-            return
+            return True
         try:
             pieces = self._pieces()
         except TypeError as error:  # something unstorable has come into the state since the start; save() lets it pass
@@ -120,14 +123,15 @@ class Keeping:
                 raise
             warnings.warn(f"no snapshot at step {self._counters.step}, training goes on: {error}", SaveWarning, stacklevel=4)
             self._diary.event("save_failed", self._counters.step, reason=str(error))
-            return
+            return False
         taken = self._snapshots.take(pieces, self._counters.step, milestone=milestone, wait_s=wait_s)
         if taken is None:
             self._diary.event("snapshot_skipped", self._counters.step)
-            return
+            return False
         self._saved_step = self._unconfirmed = taken.step
         self._pace.saved()
         self._diary.captured(taken)
+        return True
 
     def _reattach(self) -> None:
         """Some rank has lost the daemon: go on with another one in a new generation; if that fails, go on without for now."""

@@ -183,8 +183,10 @@ def mebibytes(size: int) -> str:
 
 
 def device_of(models: Mapping[str, nn.Module]) -> torch.device:
-    """Where the parameters are; ValueError when there are none."""
+    """Where the parameters are; TypeError for what is no module, ValueError when there are none."""
     for model in models.values():
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model= got {model!r:.100}: pass a torch.nn.Module (compiling a compiled model gives a plain function)")
         for parameter in model.parameters():
             return parameter.device
     raise ValueError("model has no parameters: pass the module whose parameters the optimizer holds")

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import unbroken
 from tests.rigs import tiny_run
@@ -116,6 +117,45 @@ def test_I3_two_bad_ones_in_a_row_are_both_passed_over(damaged: tuple[Path, Comm
     certificate = unbroken.open(directory).certify()
     assert certificate.certified and certificate.fell_back and certificate.steps_lost_total == 2
     assert sorted(one.step for one in certificate.condemned) == [3, 4]
+
+
+def alternate(directory: Path, steps: int) -> None:
+    """Train with an extra that has one value after even steps and another after odd ones, each stored once and referred to again."""
+    sign = torch.ones(20_000)
+    run = tiny_run.open_run(directory, total_steps=steps, extras={"sign": sign})
+    for batch in run:
+        for micro in batch:
+            micro.backward(tiny_run.loss_of(run.model, micro))
+        run.step()
+        sign.neg_()
+        run.save(wait=True)
+    end_daemon(directory)
+
+
+def test_I2_I3_a_condemned_pack_is_not_stood_on_even_if_older_checkpoints_do(tmp_path: Path) -> None:
+    """The first pack holds what never changes and what is there after even steps; the latter is damaged, the former good.
+
+    Step 3 needs only the good part and is gone back to. Step 4 then finds both parts in checkpoints that still count.
+    """
+    directory = tmp_path / "run"
+    alternate(directory, 4)
+    fourth = commits(directory)[-1]
+    pack, offset = tiny_run.place_of(directory, fourth, "/extras/sign")
+    assert tiny_run.place_of(directory, fourth, "/model/parameters/frozen")[0] == pack
+    assert [pack in packs_of(directory, commit) for commit in commits(directory)] == [True, True, True]
+    tiny_run.flip(directory / pack, offset)
+    alternate(directory, 4)
+    third, again = commits(directory)[-2:]
+    assert (third.step, third.generation, again.step, again.generation) == (3, 0, 4, 1)
+    assert pack in packs_of(directory, third)
+    assert pack not in packs_of(directory, again), "a new checkpoint stands on the condemned pack"
+    assert again.state_root == fourth.state_root
+    assert unbroken.open(directory).load(4)["extras"]["sign"].eq(1).all()
+    assert unbroken.open(directory).verify().bad[0][0] == pack, "step 2 still counts and needs the damaged part"
+    alternate(directory, 6)
+    assert not (directory / pack).exists()
+    assert unbroken.open(directory).verify().ok
+    assert [unbroken.open(directory).load(step)["counters"]["step"] for step in (4, 5, 6)] == [4, 5, 6]
 
 
 def test_I3_a_shared_pack_that_is_bad_takes_all_that_need_it(tmp_path: Path) -> None:

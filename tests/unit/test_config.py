@@ -69,36 +69,42 @@ def test_an_interval_in_seconds_is_due_before_another_step_would_exceed_it(since
     assert Interval(seconds=10).due(5, since, step) is due
 
 
-def paces(clock: HandClock, pace: Pace, lengths: list[float], first: int = 1) -> list[bool]:
-    """What rank 0 says at each step about the boundary two steps later; a snapshot is taken where it said so."""
-    words = []
-    for step, length in enumerate(lengths, start=first):
-        words.append(pace.due_after(step + 1))
+def snapshots(clock: HandClock, pace: Pace, length: float, steps: range) -> list[int]:
+    """The steps of a run at whose boundary a snapshot is taken: rank 0's word travels with the step before."""
+    taken = []
+    for step in steps:
+        word = pace.due_after(step + 1)
         clock.sleep(length)
         pace.step_done()
-        if len(words) > 1 and words[-2]:
+        if pace.due:
             pace.saved()
-    return words
+            taken.append(step)
+        pace.due = word
+    return taken
 
 
 def test_steps_are_counted_from_the_runs_beginning_not_from_this_start() -> None:
     clock = HandClock()
-    pace = Pace(Interval(steps=4), clock, 6)
-    assert not pace.due
-    assert Pace(Interval(steps=4), clock, 7).due
-    assert paces(clock, pace, [1.0] * 6, first=7) == [True, False, False, False, True, False]
+    assert not Pace(Interval(steps=4), clock, 6).due
+    assert snapshots(clock, Pace(Interval(steps=4), clock, 6), 1.0, range(7, 18)) == [8, 12, 16]
+    assert snapshots(clock, Pace(Interval(steps=4), clock, 7), 1.0, range(8, 18)) == [8, 12, 16], "the very next boundary, too"
+    assert snapshots(clock, Pace(Interval(steps=1), clock, 0), 1.0, range(1, 5)) == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("length", [0.1, 0.7, 3.0, 4.9])
-def test_no_more_work_than_was_said_lies_between_snapshots_in_an_even_run(length: float) -> None:
-    """The word is given two steps ahead; with every step of equal length the interval holds, up to the two steps not measured yet."""
+def test_no_more_work_than_was_said_lies_between_snapshots_and_not_much_less(length: float) -> None:
+    """In seconds, with steps of equal length."""
     clock = HandClock()
-    pace = Pace(Interval(seconds=10), clock, 0)
-    words = paces(clock, pace, [length] * 1000)
-    due = [step for step, word in enumerate(words) if word]
-    gaps = [(b - a) * length for a, b in pairwise(due)]
-    assert gaps and max(gaps) <= 10
-    assert min(gaps) >= 10 - 2 * length, "nor are there more than need be"
+    taken = snapshots(clock, Pace(Interval(seconds=10), clock, 0), length, range(1, 1000))
+    gaps = [(b - a) * length for a, b in pairwise(taken)]
+    assert len(gaps) > 7 and max(gaps) <= 10 + 1e-9
+    assert min(gaps) >= 10 - 2 * length
+
+
+def test_steps_longer_than_the_interval_are_all_saved() -> None:
+    clock = HandClock()
+    taken = snapshots(clock, Pace(Interval(seconds=1), clock, 0), 30.0, range(1, 20))
+    assert taken == list(range(taken[0], 20)) and taken[0] <= 3
 
 
 def test_one_long_step_is_remembered_for_a_while_and_then_forgotten() -> None:

@@ -36,6 +36,15 @@ def require_fixed_buckets(models: Mapping[str, nn.Module], world_size: int) -> N
             )
 
 
+def require_equal_shares(units: int, world_size: int) -> None:
+    """ValueError unless every rank has equally many units: each backward is a collective of DDP's, which all ranks must enter."""
+    if units % world_size:
+        raise ValueError(
+            f'reduce="ring": units={units} cannot be shared out equally to {world_size} ranks, so that DDP would wait forever; '
+            f"use units={-(-units // world_size) * world_size}, or the default reduce with micro.backward(loss)"
+        )
+
+
 class RingUpdate(Update):
     """The transaction of a step whose gradients DDP has reduced. Cost besides DDP's: one gather of the step's facts.
 

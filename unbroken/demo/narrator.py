@@ -19,7 +19,7 @@ Kind = Literal["act", "note", "save", "strike", "start", "good", "bad", "progres
 STEP_LINE = re.compile(rb"^step (\d+) loss (\S+)$", re.MULTILINE)
 """How the training script says on its output where it is."""
 
-LONG_NAME = re.compile(r"\b[0-9a-f]{16,}")
+LONG_NAME = re.compile(r"(?:packs/[0-9a-f]{2}/)?\b([0-9a-f]{8})[0-9a-f]{8,}")
 
 
 class Told(Struct, frozen=True):
@@ -61,7 +61,7 @@ class Narrator:
 
     def tell(self, kind: Kind, text: str) -> None:
         """Tell this, too: what only the caller knows. Names of packs and digests are cut to what people can compare."""
-        self._tell(Told(kind, LONG_NAME.sub(lambda name: f"{name[0][:8]}…", text)))
+        self._tell(Told(kind, LONG_NAME.sub(r"\1…", text)))
 
     def _strikes(self) -> Iterator[Told]:
         for i, struck in enumerate(read_strikes(self._fault_log)):
