@@ -189,10 +189,8 @@ class Daemon:
             if other.rank != message.rank and other.hello.world_size == message.world_size:
                 continue
             if other.pid != client.pid and is_alive(other.pid):
-                raise Fenced(
-                    f"{self._directory} is in use: process {other.pid} on {hostname()} lives, rank {other.rank} of {other.hello.world_size}; "
-                    "end it first, or choose another folder"
-                )
+                holder = f"process {other.pid} on {hostname()} lives, rank {other.rank} of {other.hello.world_size}"
+                raise Fenced(f"{self._directory} is in use: {holder}; end it first, or choose another folder")
             self._server.drop(other)
 
     # Answers
