@@ -171,8 +171,7 @@ class Run:
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield the batch of the next step until the data or `total_steps` end; asking for the next one is the step's boundary."""
-        if self._closed:  # also true after the loop has ended by itself
-            raise RuntimeError("this run is closed; make a new Run to go on")
+        self._require_open()
         if self._streams_at_start is not None:
             # whatever the script drew or seeded since Run() was made (warm-up, sanity check) must not move the run
             self._streams.write(self._streams_at_start)
@@ -190,6 +189,10 @@ class Run:
         finally:
             self._looping = False
         self.close()
+
+    def _require_open(self) -> None:
+        if self._closed:  # also true after the loop has ended by itself
+            raise RuntimeError("this run is closed; make a new Run to go on")
 
     def _begin_attempt(self) -> None:
         if self._outcome is not False:
@@ -233,6 +236,7 @@ class Run:
         committed as skipped). False: a collective failed, everything is as at the step's beginning, the same units come again.
         Cost: two collectives of the gradient's size in all; see `capture.update`.
         """
+        self._require_open()
         self._streams.leave()
         if self._outcome is not None:
             raise RuntimeError("run.step() was called twice for one batch")
@@ -282,6 +286,7 @@ class Run:
         In the loop it is taken at the boundary, so that what follows in the loop's body (an EMA update) belongs to it; elsewhere at once.
         wait: the boundary (or this call) returns only when it is durable, and raises SaveFailed with the cause if it is not.
         """
+        self._require_open()
         if self._inside:
             raise RuntimeError("run.save() belongs after run.step() or outside the loop: inside a step there is no whole state to save")
         if self._looping:

@@ -340,7 +340,7 @@ def test_a_plateau_scheduler_belongs_into_the_extras(tmp_path: Path) -> None:
 
 def test_synchronised_batch_norm_is_refused(tmp_path: Path) -> None:
     with pytest.raises(unbroken.Refused, match=r"body\.1 is SyncBatchNorm.*GroupNorm") as caught:
-        open_run(tmp_path / "run", model=nn.SyncBatchNorm.convert_sync_batchnorm(Tiny()))
+        open_run(tmp_path / "run", model=nn.SyncBatchNorm.convert_sync_batchnorm(Tiny()))  # type: ignore[no-untyped-call]
     assert caught.value.exit_code == 4
     assert not (tmp_path / "run").exists()
 
@@ -425,7 +425,7 @@ def goes_backward_twice(run: unbroken.Run, batch: Any) -> None:
 
 def forgets_backward(run: unbroken.Run, batch: Any) -> None:
     for micro in batch:
-        loss_of(run.model, micro).backward()
+        loss_of(run.model, micro).backward()  # type: ignore[no-untyped-call]
     run.step()
 
 

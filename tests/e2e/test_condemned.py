@@ -94,6 +94,7 @@ def test_I2_the_condemned_pack_goes_and_nothing_reachable_with_it(damaged: tuple
     before = files_of(directory)
     train(directory, 3, **OPTIONS)
     assert files_of(directory).keys() >= before.keys(), "a start alone removes nothing"
+    assert [commit.step for commit in commits(directory)] == [0, 1, 2, 3], "but what it condemned does not count any more"
     train(directory, 5, **OPTIONS)
     gone = before.keys() - files_of(directory).keys()
     assert gone == {pack, bad.manifests[0].path}

@@ -46,7 +46,7 @@ def life(directory: Path, steps: int, leave_at: str = "", *, own: bool = True) -
     """Train with numbers that the loop draws itself, once per step, as mixup does; leave the loop in step 4 where told."""
     random.seed(1)
     np.random.seed(1)
-    options = {} if own else {"data": Shards()}
+    options: dict[str, Any] = {} if own else {"data": Shards()}
     run = open_run(directory, total_steps=steps, lose_at_most="100 steps", **options)
     losses: list[float] = []
     for batch in run:

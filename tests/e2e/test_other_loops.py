@@ -80,7 +80,7 @@ def ring_run(directory: Path, steps: int) -> None:
     model.used = run.completed
     for batch in run:
         for micro in batch:
-            loss_of(wrapped, micro).backward()
+            loss_of(wrapped, micro).backward()  # type: ignore[no-untyped-call]
         run.step(clip_grad_norm=1.0)
 
 
@@ -88,7 +88,8 @@ def ring(directory: Path, model: nn.Module, **options: Any) -> unbroken.Run:
     """A Run over one unit of four samples per rank, that leaves the gradients to DDP."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     data = unbroken.Batches(samples(), global_batch=4 * RANKS, seed=1)
-    return open_run(directory, model=model, **({"optimizer": optimizer, "data": data, "reduce": "ring", "units": RANKS} | options))
+    given: dict[str, Any] = {"optimizer": optimizer, "data": data, "reduce": "ring", "units": RANKS} | options
+    return open_run(directory, model=model, **given)
 
 
 def refusal(begin: Callable[[], Any]) -> str:
@@ -201,7 +202,7 @@ def loader(kind: str) -> Any:
         return Shards(rank, world_size)
     dataset = Noisy()
     order = unbroken.Sampler(dataset, global_batch=2 * RANKS, seed=7)
-    return DataLoader(unbroken.keyed(dataset), batch_size=2, sampler=order)  # type: ignore[arg-type]
+    return DataLoader(unbroken.keyed(dataset), batch_size=2, sampler=order)
 
 
 def loaders_job(folder: Path) -> None:
@@ -251,7 +252,7 @@ def test_I7_an_order_of_ours_with_keyed_augmentation_is_exact_at_any_world_size(
 
 def test_augmentation_that_is_not_keyed_is_graded_by_its_order_only(tmp_path: Path) -> None:
     dataset = Noisy()
-    data = DataLoader(dataset, batch_size=4, sampler=unbroken.Sampler(dataset, global_batch=8, seed=7))  # type: ignore[arg-type]
+    data: DataLoader[Any] = DataLoader(dataset, batch_size=4, sampler=unbroken.Sampler(dataset, global_batch=8, seed=7))  # type: ignore[arg-type]
     train(tmp_path / "run", 1, data=data)
     assert options_of(tmp_path / "run")["grade"] == "order-only"
 

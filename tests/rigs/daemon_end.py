@@ -15,7 +15,7 @@ from unbroken.recover.link import Link
 from unbroken.recover.memory import SlotTable
 from unbroken.shm.channel import Channel
 
-M = TypeVar("M", bound=Message)
+M = TypeVar("M")
 Said = Message | tuple[Message, list[int]]
 Answer = Callable[[Message], Iterable[Said]]
 WAIT_S = 10.0

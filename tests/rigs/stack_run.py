@@ -38,5 +38,10 @@ class StackRun(SyntheticRun):
 
 def plan_for(commit: CommitEntry, *, generation: int = 1, world_size: int = 1, **more: Any) -> Plan:
     """The plan that starts from this checkpoint on disk."""
-    facts = {"source": "disk", "stored_generation": commit.generation, "state_root": commit.state_root, "stored_world_size": world_size}
+    facts: dict[str, Any] = {
+        "source": "disk",
+        "stored_generation": commit.generation,
+        "state_root": commit.state_root,
+        "stored_world_size": world_size,
+    }
     return Plan(generation=generation, step=commit.step, **facts | more)

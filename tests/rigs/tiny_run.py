@@ -47,7 +47,7 @@ def samples(n: int = 64) -> TensorDataset:
     return TensorDataset(torch.randn(n, 4, generator=generator), torch.randint(0, 2, (n,), generator=generator))
 
 
-def open_run(directory: Path, *, model: nn.Module | None = None, width: int = 3, init_seed: int = 3, **options: Any) -> unbroken.Run:
+def open_run(directory: Path, *, model: Any = None, width: int = 3, init_seed: int = 3, **options: Any) -> unbroken.Run:
     """A Run over Tiny, AdamW and eight samples per step; any argument of Run may be replaced."""
     torch.manual_seed(init_seed)
     if model is None:

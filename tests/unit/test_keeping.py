@@ -48,7 +48,7 @@ class Half:
         self.clock = HandClock()
         self.extras: dict[str, Any] = {"note": "x"}
         self.counters = Counters(step=step)
-        stack = stack_of(nn.Linear(2, 2), **{"held": self.extras})
+        stack = stack_of(nn.Linear(2, 2), held=self.extras)
         data = as_source(Batches(TensorDataset(torch.zeros(8, 2)), global_batch=8))
         self.opening = Opening("run", resolve(interval, "auto", {}), stack, data, CPU, SystemClock(), {"align": 1.0})
         self.opening.exchange, self.opening.link = Exchange(CPU), self.daemon.link

@@ -91,7 +91,7 @@ def test_I4_an_interrupted_copy_is_never_ready(slot: Slot) -> None:
         arm("capture.copied", None)
     assert slot.state == "writing"
     freeze(slot, index, items)
-    assert slot.state == "ready", "and the slot can be written again"
+    assert slot.is_ready, "and the slot can be written again"
 
 
 def test_a_slot_made_for_one_step_holds_the_same_state_at_any_later_one(slot: Slot) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
@@ -34,9 +35,16 @@ PARAMETERS = ["first.weight", "first.bias"]
 BUFFERS = ["hidden", "norm.running_mean", "norm.running_var", "norm.num_batches_tracked"]
 
 
+def compiled(module: nn.Module) -> nn.Module:
+    """Wrapped for compilation, which happens at the first call only."""
+    wrapped = torch.compile(module)
+    assert isinstance(wrapped, nn.Module)
+    return wrapped
+
+
 @pytest.fixture
 def world_of_one() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
@@ -46,12 +54,12 @@ def world_of_one() -> Iterator[None]:
     [
         lambda m: m,
         DataParallel,
-        torch.compile,
+        compiled,
         DistributedDataParallel,
-        lambda m: torch.compile(DistributedDataParallel(m)),
-        lambda m: DistributedDataParallel(torch.compile(m)),
-        lambda m: torch.compile(DistributedDataParallel(torch.compile(m))),
-        lambda m: DataParallel(torch.compile(DataParallel(m))),
+        lambda m: compiled(DistributedDataParallel(m)),
+        lambda m: DistributedDataParallel(compiled(m)),
+        lambda m: compiled(DistributedDataParallel(compiled(m))),
+        lambda m: DataParallel(compiled(DataParallel(m))),
     ],
 )
 def test_B18_wrappers_leave_no_mark(wrap: Any, world_of_one: None) -> None:
@@ -65,7 +73,7 @@ def test_B18_wrappers_leave_no_mark(wrap: Any, world_of_one: None) -> None:
 
 
 def test_B18_a_compiled_submodule_leaves_no_mark_either() -> None:
-    model = nn.Sequential(torch.compile(nn.Linear(2, 2)), nn.Sequential(DataParallel(nn.Linear(2, 1, bias=False))))
+    model = nn.Sequential(compiled(nn.Linear(2, 2)), nn.Sequential(DataParallel(nn.Linear(2, 1, bias=False))))
     assert list(names.parameters(model)) == ["0.weight", "0.bias", "1.0.weight"]
 
 

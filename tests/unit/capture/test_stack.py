@@ -66,7 +66,8 @@ def full(seed: int) -> tuple[Stack, Net]:
     torch.manual_seed(seed)
     model = Net()
     model.norm.bias.requires_grad_(False)
-    optimizer = torch.optim.AdamW([{"params": model.conv.parameters()}, {"params": [*model.norm.parameters(), *model.first.parameters()]}])
+    later = [*model.norm.parameters(), *model.first.parameters()]
+    optimizer = torch.optim.AdamW([{"params": list(model.conv.parameters())}, {"params": later}])
     optimizer.param_groups[1]["lr"] = torch.tensor(0.25 * seed)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0 * seed)
@@ -237,7 +238,7 @@ def test_I13_every_optimizer_goes_on_with_the_same_bits(make: Any) -> None:
 def test_a_rate_that_is_a_tensor_stays_one_and_stays_shared() -> None:
     model = nn.Linear(2, 2)
     rate = torch.tensor(0.5)
-    optimizer = torch.optim.SGD([{"params": [model.weight]}, {"params": [model.bias]}], lr=rate)
+    optimizer = torch.optim.SGD([{"params": list(model.parameters())[:1]}, {"params": list(model.parameters())[1:]}], lr=rate)
     optimizer.param_groups[1]["lr"] = rate
     stack = stack_of(model, optimizer)
     stored = pieces_of(stack)
@@ -420,7 +421,7 @@ def test_the_structure_knows_options_that_are_no_state() -> None:
 
 def test_an_optimizer_of_a_model_that_was_not_given_is_refused() -> None:
     model, stranger = nn.Linear(1, 1), nn.Linear(1, 1)
-    groups = [{"params": model.parameters()}, {"params": stranger.parameters()}]
+    groups: Any = [{"params": model.parameters()}, {"params": stranger.parameters()}]
     with pytest.raises(ValueError, match=r"the optimizer, group 1, holds a parameter of no model.*model=\{\.\.\.\}"):
         stack_of(model, torch.optim.SGD(groups, lr=0.1))
     with pytest.raises(ValueError, match=r"optimizer 'b', group 0"):

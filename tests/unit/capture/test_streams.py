@@ -113,7 +113,12 @@ def test_B24_a_rank_that_no_checkpoint_knows_gets_a_stream_unlike_any_other() ->
 
 
 def test_seeding_torch_touches_no_other_library() -> None:
-    python, numpy = random.getstate(), np.random.get_state()[1]
+    def numpys() -> list[int]:
+        state = np.random.get_state(legacy=False)["state"]
+        assert isinstance(state, dict)
+        return [int(word) for word in state["key"]]
+
+    python, numpy = random.getstate(), numpys()
     seed_torch(2**64 - 1, CPU)
     assert random.getstate() == python
-    assert np.array_equal(np.random.get_state()[1], numpy)
+    assert numpys() == numpy

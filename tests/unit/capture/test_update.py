@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.rigs.step_rank import CPU, Loss, run_units, same_bits, stack_of, step, tensors_of
@@ -32,6 +33,8 @@ class Normed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
+        self.mask: torch.Tensor
+        self.table: torch.Tensor
         self.lower = nn.Linear(3, 4)
         self.norm = nn.BatchNorm1d(4)
         self.register_buffer("mask", torch.tensor([0.0, -float("inf"), -0.0]))
@@ -99,6 +102,7 @@ class Largest(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.w = nn.Parameter(torch.ones(2))
+        self.largest: torch.Tensor
         self.register_buffer("largest", torch.full((2,), -float("inf")))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -119,6 +123,9 @@ class Counting(nn.Module):
         super().__init__()
         self.w = nn.Parameter(torch.ones(1))
         self.by = by
+        self.counter: torch.Tensor
+        self.small: torch.Tensor
+        self.seen: torch.Tensor
         self.register_buffer("counter", torch.tensor(5))
         self.register_buffer("small", torch.zeros(2, 3, dtype=torch.int8))
         self.register_buffer("seen", torch.tensor([False, False]))
@@ -236,14 +243,14 @@ class Partial(nn.Module):
         self.e = nn.Embedding(6, 2, sparse=True)
 
     def forward(self, unit: int) -> torch.Tensor:
-        out = (self.a * inputs(unit, 3)).sum() + self.d.sum() + self.e(torch.tensor([unit, unit, 3])).square().sum()
+        out: torch.Tensor = (self.a * inputs(unit, 3)).sum() + self.d.sum() + self.e(torch.tensor([unit, unit, 3])).square().sum()
         return out + (self.b * inputs(unit, 2)).sum() if unit % 2 else out
 
 
 class Watched(torch.optim.SGD):
     """Keeps the gradients that it is given."""
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         self.seen = [None if p.grad is None else p.grad.detach().clone() for group in self.param_groups for p in group["params"]]
         super().step()
 
@@ -308,7 +315,7 @@ def test_parameters_with_other_strides_are_updated_as_torch_updates_them(fused: 
 
     def make() -> tuple[nn.Conv2d, torch.optim.Optimizer]:
         torch.manual_seed(0)
-        conv = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
+        conv = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         return conv, torch.optim.AdamW(conv.parameters(), lr=0.1, fused=fused)
 
     (conv, optimizer), (twin, plain) = make(), make()
@@ -434,7 +441,7 @@ def test_the_bytes_of_a_tensor_are_those_of_its_elements_in_order() -> None:
 
 @pytest.fixture
 def world_of_one() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
