@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from unbroken.core.messages import Message, NeedSlots, OldSlots, Slots
 from unbroken.core.ports import Clock, SystemClock
@@ -58,6 +58,7 @@ class DaemonEnd:
     def wait_for(self, kind: type[M], num: int = 1) -> list[M]:
         """Messages of this type, once there are `num` of them."""
         deadline = time.monotonic() + WAIT_S
+        found: list[Any]
         while len(found := [message for message in self.heard if isinstance(message, kind)]) < num:
             assert time.monotonic() < deadline, f"{len(found)} of {num} {kind.__name__} came"
             time.sleep(0.002)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 
-from unbroken.store.repository import Part, Repository
-
 from unbroken.codec.digest import digest, state_root
 from unbroken.core.ports import SystemClock, SystemNonces, Tier
 from unbroken.core.records import BeginRecord, CommitEntry, Generation, Piece, RootRecord, RunFacts, StepRecord, Writer
 from unbroken.order.ledger import describe, digests
 from unbroken.order.units import SampleOrder
 from unbroken.store.journal import JournalWriter
+from unbroken.store.repository import Part, Repository
 
 WRITER = Writer(host="here", pid=1, boot_id="boot", since="2026-01-01T00:00:00.000Z")
 UNITS = 4
