@@ -19,6 +19,7 @@ from unbroken.capture.loader import Source
 from unbroken.capture.ring import require_equal_shares, require_fixed_buckets
 from unbroken.capture.stack import Stack
 from unbroken.capture.tree import Item
+from unbroken.cluster.exitcode import use_exit_codes
 from unbroken.config import RunConfig
 from unbroken.core.errors import LayoutMismatch, Refused
 from unbroken.core.limits import NUM_SLOTS
@@ -70,11 +71,13 @@ class Opening:
     def open(self) -> tuple[Plan, Counters, list[Item]]:
         """The plan that held, what was counted so far, and the compared and recorded pieces of this start."""
         join_world(self.device)
+        use_exit_codes()
         self.exchange = Exchange(self.device)
         if self.config.reduce == "ring":
             require_fixed_buckets(self.stack.parts.models, self.exchange.world_size)
         # several runs in one process (a notebook) must not meet each other's addresses in the store
         self.exchange.connect(f"start/{environment('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_openings)}")
+        self.stack.collect({}, {}, {})  # what cannot be stored is refused before anything is made
         self.start = Start(
             directory=self.directory,
             tier=DiskTier(self.directory),
@@ -149,12 +152,17 @@ class Opening:
         wrong = [f"{k}: born with {born.get(k)!r}, now {v!r}" for k, v in mine.items() if v is not None and born.get(k) != v]
         if config.reduce == "ring" and plan.stored_world_size not in (0, self.exchange.world_size):
             wrong.append(f"world size: {plan.stored_world_size} at the checkpoint, now {self.exchange.world_size} (reduce='ring' keeps it)")
-        if config.reduce == "ring":
-            require_equal_shares(born["units"], self.exchange.world_size)
+        try:
+            check_same(born.get("data", {}), self.source.facts())
+        except LayoutMismatch as error:
+            if not wrong:
+                raise
+            wrong.append(str(error))
         if wrong:
             text = "this run was born with other facts:\n  " + "\n  ".join(wrong) + "\nGive them as they were, or start another folder"
             raise LayoutMismatch(text, mismatched=tuple(wrong))
-        check_same(born.get("data", {}), self.source.facts())
+        if config.reduce == "ring":
+            require_equal_shares(born["units"], self.exchange.world_size)
         self.num_units = born["units"]
         self.stack.streams.seed = born["seed"]
         torch.set_num_threads(born["threads"])

@@ -18,6 +18,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any, Unpack
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -43,6 +44,9 @@ from unbroken.order.units import blocks
 from unbroken.recover.link import SaveWarning, StepLost
 
 __all__ = ["EnvironmentChanged", "Run", "SaveWarning", "StepLost"]
+
+
+_open_runs: WeakValueDictionary[str, Run] = WeakValueDictionary()
 
 
 class Run:
@@ -125,6 +129,10 @@ class Run:
         opening.moments["align"] = self._clock.monotonic()
         opening.announce(plan, self._update.reduction.buffers_bytes, self._keeping.start())
         atexit.register(self._at_exit)
+        earlier = _open_runs.get(self._directory)
+        if earlier is not None:
+            earlier._overtaken()
+        _open_runs[self._directory] = self
 
     def close(self) -> None:
         """Commit the last boundary, wait until it is durable, let the daemon go. Warns where an automatic save had failed. Idempotent."""
@@ -137,10 +145,16 @@ class Run:
         atexit.unregister(self._at_exit)
         self._streams.leave()
         try:
-            if self._inside:
-                self._update.undo()
+            self._give_up_step()
             self._keeping.close(timeout_s)
         finally:
+            self._let_go()
+
+    def _overtaken(self) -> None:
+        """The same process has opened this folder again (a notebook's cell run twice): this object must not write any more."""
+        if not self._closed:
+            self._closed = True
+            atexit.unregister(self._at_exit)
             self._let_go()
 
     def _let_go(self) -> None:
@@ -176,6 +190,7 @@ class Run:
             # whatever the script drew or seeded since Run() was made (warm-up, sanity check) must not move the run
             self._streams.write(self._streams_at_start)
             self._streams_at_start = None
+        self._give_up_step()  # the loop may have been left inside one
         self._looping = True
         try:
             self._boundary()
@@ -194,6 +209,14 @@ class Run:
         if self._closed:  # also true after the loop has ended by itself
             raise RuntimeError("this run is closed; make a new Run to go on")
 
+    def _give_up_step(self) -> None:
+        """Be again as at the last boundary: buffers, gradients, the rank's own streams, the place in the data."""
+        if self._inside:
+            self._inside, self._outcome = False, None
+            self._update.undo()
+            self._streams.back()
+            self._cursor.repeat(self._counters.step + 1)
+
     def _begin_attempt(self) -> None:
         if self._outcome is not False:
             self._update.begin()
@@ -208,7 +231,7 @@ class Run:
         step = self._counters.step + 1
         for number in self._cursor.block:
             unit = self._cursor.take(step, number)
-            digest = unit_digest(unit.ids)
+            self._digest = digest = unit_digest(unit.ids)
             if unit.weight == 0:
                 self._update.finish_unit(number, digest, 0, None)
                 continue
@@ -227,7 +250,7 @@ class Run:
     def _backward(self, micro: Micro, loss: torch.Tensor) -> None:
         failpoint("step.backward")
         scaled(self._scaler, loss).backward()  # type: ignore[no-untyped-call]
-        self._update.finish_unit(micro.unit, unit_digest(micro.ids), micro.weight, loss)
+        self._update.finish_unit(micro.unit, self._digest, micro.weight, loss)
 
     def step(self, *, clip_grad_norm: float | None = None) -> bool:
         """Reduce the units' gradients and apply the update on all ranks, or on none.
@@ -275,6 +298,7 @@ class Run:
         self._exchange.abandon()
         self._attempt = self._keeping.retry(step, self._attempt, error)
         self._update.undo()
+        self._streams.back()
         self._exchange.connect(f"{self._keeping.generation}/{step}/{self._attempt}")
         self._cursor.repeat(step)
 
@@ -301,3 +325,4 @@ class Run:
                 self._keeping.stopped(self._stop.name)
                 self.close()
                 sys.exit(0)
+        self._streams.mark()

@@ -40,7 +40,8 @@ def script(folder: Path, body: str) -> str:
 def launch(path: str, directory: Path, ranks: int = 1) -> tuple[dict[str, Any], str]:
     """The outcome of `unbroken run --json`, whose exit code it must also state, and what was said."""
     command = [sys.executable, "-m", "unbroken", "run", "--json", "--nproc-per-node", str(ranks), path, str(directory)]
-    done = subprocess.run(command, env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False)
+    env = os.environ | ENVIRONMENT | {"TMPDIR": str(Path(path).parent)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
     outcome: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     assert outcome["exit_code"] == done.returncode, done.stderr
     return outcome, done.stdout + done.stderr

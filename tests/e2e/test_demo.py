@@ -57,6 +57,8 @@ def test_I13_the_demo_is_certified_exact_on_three_ranks(tmp_path: Path) -> None:
     assert len(certificate.condemned) == 1
     assert certificate.differences == []
     _fell_back_below_the_damage_and_obeyed_the_polite_end(interrupted)
+    output = (tmp_path / "demo" / "interrupted-output.txt").read_text()
+    assert output.count(certificate.condemned[0].reason) == 1, "one warning that says what was wrong"
 
 
 def _fell_back_below_the_damage_and_obeyed_the_polite_end(interrupted: DiskTier) -> None:

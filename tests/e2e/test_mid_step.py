@@ -16,8 +16,6 @@ from tests.rigs.tiny_run import loss_of, open_run, samples
 from tests.rigs.torture_runs import journal
 from unbroken.capture.exchange import Exchange, ExchangeFailed
 
-pytestmark = pytest.mark.xfail(strict=True, reason="the session does not yet take its streams and its loader back to the boundary")
-
 STEPS = 6
 HIT = 4
 PLACES = ("before the units", "between the units", "before the step")

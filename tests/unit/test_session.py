@@ -100,7 +100,6 @@ def test_a_unit_that_was_left_out_ends_the_loop_with_its_number(directory: Path)
     run.close()
 
 
-@pytest.mark.xfail(strict=True, reason="the session does not yet give up an unfinished step when the loop begins again")
 @pytest.mark.parametrize("units_done", [0, 1])
 def test_B27_a_loop_that_was_left_inside_a_step_begins_that_step_again(
     directory: Path, expected: dict[str, bytes], units_done: int

@@ -155,6 +155,8 @@ class Stack:
 
     def _check_optimizers(self) -> None:
         for key, optimizer in self.parts.optimizers.items():
+            if not isinstance(optimizer, torch.optim.Optimizer):
+                raise TypeError(f"optimizer= got {optimizer!r:.100}: pass a torch.optim.Optimizer, made from the model's parameters")
             for i, group in enumerate(optimizer.param_groups):
                 if any(id(p) not in self.names for p in group["params"]):
                     label = f"optimizer {key!r}" if key else "the optimizer"
