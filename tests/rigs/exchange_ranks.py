@@ -14,7 +14,8 @@ from unbroken.capture.exchange import Exchange, ExchangeFailed, join_world
 from unbroken.capture.reduce import OrderedReduction, RankFacts, UnitFacts
 from unbroken.order.units import blocks
 
-NUM_UNITS = 5
+NUM_UNITS = 8
+"""On three ranks their blocks are covered by 2, 2 and 1 nodes: what the ranks send is not equally long."""
 SIZES = (70, 3)
 
 
@@ -79,6 +80,10 @@ def main() -> None:
         exchange.connect("again")
         out[f"after{round_number}"] = exchange.share(exchange.rank * 11, int)
     out["failed"] = failed
+    for _ in range(5):
+        exchange.abandon()
+        exchange.connect("again")
+        out["after1"] = exchange.share(exchange.rank * 11, int)
     out["same"] = reduced(exchange) == out["reduced"]
     print(json.dumps(out))
     exchange.abandon()

@@ -116,6 +116,18 @@ def test_I14_a_unit_without_samples_adds_nothing_to_a_buffer_whoever_holds_it() 
         assert same_bits({"largest": state["largest"]}, {"largest": torch.tensor([1.0, 0.0])})
 
 
+def test_a_gradient_that_lies_about_is_not_that_of_a_unit_without_samples() -> None:
+    model = Partial()
+    optimizer = Watched(model.parameters(), lr=0.1)
+    update = Update(stack_of(model, optimizer), 2, Exchange(CPU))
+    update.begin()
+    run_units(update, model, range(1))
+    model.c.grad = torch.ones(2)
+    run_units(update, model, range(1, 2), {1: 0})
+    update.apply(update.reduce(Word()), None)
+    assert optimizer.seen[2] is None
+
+
 class Counting(nn.Module):
     """Integer buffers of several widths, a boolean and a complex one; `by` adds to the counter in unit u."""
 
