@@ -46,7 +46,7 @@ class DaemonEnd:
         self._answer = answer
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._serve)
+        self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
 
     def tell(self, *messages: Message) -> None:

@@ -38,7 +38,7 @@ class Normed(nn.Module):
         self.lower = nn.Linear(3, 4)
         self.norm = nn.BatchNorm1d(4)
         self.register_buffer("mask", torch.tensor([0.0, -float("inf"), -0.0]))
-        self.register_buffer("unknown", torch.tensor([float("nan"), 0.1]), persistent=False)
+        self.register_buffer("unknown", torch.cat([torch.tensor([float("nan")]), torch.linspace(0.01, 1, 50)]), persistent=False)
         self.register_buffer("table", torch.arange(3))
         self.register_buffer("empty", torch.zeros(0))
 
