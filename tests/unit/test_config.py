@@ -114,6 +114,9 @@ def test_one_long_step_is_remembered_for_a_while_and_then_forgotten() -> None:
     pace.step_done()
     pace.saved()
     assert pace.due_after(2), "another such step would be too much"
+    clock.sleep(0.1)
+    pace.step_done()
+    assert pace.due_after(3), "and may come at any time"
     for _ in range(20):
         clock.sleep(0.1)
         pace.step_done()

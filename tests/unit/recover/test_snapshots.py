@@ -162,7 +162,7 @@ def test_no_descriptor_is_left_behind(daemon: DaemonEnd) -> None:
 
 @pytest.mark.parametrize("make", [lambda p: torch.optim.AdamW(p), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)])
 def test_what_is_reserved_at_the_start_is_enough_once_the_optimizer_has_its_moments(make: object) -> None:
-    model = nn.Sequential(*[nn.Linear(30, 30) for _ in range(40)])
+    model = nn.Sequential(nn.Linear(30, 20_000), nn.Linear(20_000, 30))
     optimizer = make(model.parameters())  # type: ignore[operator]
     stack = stack_of(model, optimizer)
     reserved = expected_bytes(stack, stack.collect({}, {}, {}))
