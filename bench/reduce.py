@@ -100,7 +100,7 @@ def main() -> None:
         for process in ranks[1:]:
             process.wait()
     machine = {"cpus": os.cpu_count(), "machine": platform.machine(), "python": platform.python_version(), "torch": torch.__version__}
-    print(json.dumps({"command": " ".join(sys.argv), "numel": options.numel, "machine": machine, "results": results}, indent=1))
+    print(json.dumps({"command": "python -m bench.reduce", "numel": options.numel, "machine": machine, "results": results}, indent=1))
 
 
 if __name__ == "__main__":

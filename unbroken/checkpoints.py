@@ -10,26 +10,24 @@ import mmap
 import os
 import sys
 import threading
-import urllib.parse
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
-from unbroken.core.errors import Fenced, ForeignFolder, NoCheckpoint, Refused, SaveFailed, StoreError
+from unbroken.core.errors import Fenced, NoCheckpoint, Refused, SaveFailed, StoreError
 from unbroken.core.limits import DRAIN_TIMEOUT_S, KEEP_NEWEST
 from unbroken.core.ports import SystemClock, SystemNonces, environment
 from unbroken.core.records import CommitEntry, RunFacts, StoredPiece
 from unbroken.recover import reading
 from unbroken.recover.certify import Certificate, certify
 from unbroken.recover.saving import Saving, save_failed
-from unbroken.store.repository import Part, Repository, VerifyReport
-from unbroken.store.tiers.disk import DiskTier
+from unbroken.store.repository import Part, Repository, VerifyReport, naming
+from unbroken.store.tiers.disk import DiskTier, local_path
 
 if TYPE_CHECKING:
     from unbroken.capture.tree import Item
@@ -41,29 +39,6 @@ _MAX_STEP = 10**12 - 1
 
 class CheckpointWarning(UserWarning):
     """Something about stored checkpoints that did not stop the call but should be known."""
-
-
-def local_path(url: str | os.PathLike[str]) -> str:
-    """The folder that a path or file:// URL names. ValueError for other schemes."""
-    text = os.fspath(url)
-    if not text:
-        raise ValueError("url is empty: pass a folder's path, or file:///path")
-    scheme, separator, _ = text.partition("://")
-    if not separator:
-        return text
-    parts = urllib.parse.urlsplit(text)
-    if scheme != "file" or parts.netloc not in ("", "localhost") or not parts.path:
-        raise ValueError(f"{text!r}: only a folder's path and file:///path exist yet")
-    return urllib.parse.unquote(parts.path)
-
-
-@contextmanager
-def _naming(root: str) -> Iterator[None]:
-    """Put the folder's name before what the store says about it."""
-    try:
-        yield
-    except (NoCheckpoint, ForeignFolder) as error:
-        raise type(error)(f"{root}: {error}") from error
 
 
 def _warn(notes: Iterable[str], depth: int) -> None:
@@ -134,7 +109,13 @@ class _Background:
                     self._changed.notify_all()
                     return
                 job = self._jobs.popleft()
-            job()
+            try:
+                job()
+            except BaseException:  # raised again: a defect of ours ends this thread, and must not keep `join` waiting for it
+                with self._changed:
+                    self._is_running = False
+                    self._changed.notify_all()
+                raise
             del job  # its staging memory must not be held by a waiting thread
 
 
@@ -201,7 +182,7 @@ class Store:
         staging = self._buffer()
         try:
             parts = staging.copy(items)
-        except BaseException:
+        except BaseException:  # raised again
             self._give_back(staging)
             raise
         loaded_root = self._loaded.state_root if self._loaded is not None else ""
@@ -227,7 +208,7 @@ class Store:
         from unbroken.capture.tree import load_into, rebuild
 
         self._background.join(DRAIN_TIMEOUT_S)
-        with _naming(self._tier.root):
+        with naming(self._tier.root):
             repository = Repository.open(self._tier)
 
             def use(commit: CommitEntry) -> Any:
@@ -248,7 +229,7 @@ class Store:
 
         NoCheckpoint if there were checkpoints but none is usable. Cost: the log and one manifest; no data is read.
         """
-        with _naming(self._tier.root):
+        with naming(self._tier.root):
             if not Repository.exists(self._tier):
                 return None
             commit = reading.newest_plausible(Repository.open(self._tier))
@@ -289,7 +270,7 @@ class Store:
             raise Fenced(str(self._fenced))
         if self._saving is None:
             try:
-                with _naming(self._tier.root):
+                with naming(self._tier.root):
                     self._saving = Saving.open(self._tier, SystemClock(), SystemNonces())
             except (OSError, StoreError) as error:
                 raise save_failed(step, error) from error
@@ -395,7 +376,7 @@ def open(url: str | os.PathLike[str]) -> Archive:
     NoCheckpoint if nothing is there, ForeignFolder if something else is, NewerFormat if a newer version wrote it.
     """
     tier = DiskTier(local_path(url))
-    with _naming(tier.root):
+    with naming(tier.root):
         return Archive(Repository.open(tier), tier.root)
 
 
@@ -455,7 +436,7 @@ class Archive:
 
             return select(read, wanted)
 
-        with _naming(self._root):
+        with naming(self._root):
             if step is not None:
                 return use(reading.commit_of(repository, step))
             found = reading.newest_good(repository, use)
@@ -467,7 +448,7 @@ class Archive:
     def variables(self, step: int | None = None) -> list[dict[str, Any]]:
         """Every piece of a checkpoint, by name: what it is, its size and hash; rank pieces once per rank. Reads manifests only."""
         repository = self._fresh()
-        with _naming(self._root):
+        with naming(self._root):
             commit = reading.newest_plausible(repository) if step is None else reading.commit_of(repository, step)
             if commit is None:
                 raise NoCheckpoint("no checkpoint has been committed here yet")
@@ -485,7 +466,7 @@ class Archive:
     def certify(self, against: str | os.PathLike[str] | None = None) -> Certificate:
         """Prove from stored bytes that the run was unbroken; with `against`, that it has the bits of that reference run."""
         other = None if against is None else DiskTier(local_path(against))
-        with _naming(self._root):
+        with naming(self._root):
             return certify(self._repository.tier, self._repository.lineage, against=other)
 
     def _fresh(self) -> Repository:

@@ -37,7 +37,7 @@ class Keeping:
         self._snapshots = Snapshots(opening.link, clock, self._rank, world_size, plan.generation)
         self._wanted: tuple[bool, bool] | None = None
         self._saved_step = -1 if plan.source == "fresh" else plan.step
-        self._unconfirmed = plan.step if plan.source == "memory" else None
+        self._unconfirmed = (plan.step, False) if plan.source == "memory" else None  # the newest snapshot: (step, milestone)
 
     @property
     def generation(self) -> int:
@@ -98,16 +98,18 @@ class Keeping:
         if wait and not taken:
             raise SaveFailed(f"no snapshot of step {self._counters.step} could be taken, see the warning; older checkpoints are untouched")
         if wait and self._unconfirmed is not None:
-            self._opening.link.wait_for_step(self._unconfirmed, DRAIN_TIMEOUT_S)
+            step, is_milestone = self._unconfirmed
+            self._opening.link.wait_for_step(step, DRAIN_TIMEOUT_S, milestone=is_milestone)
 
     def stopped(self, signal_name: str) -> None:
         """Note who asked the run to stop."""
         self._diary.event("stopped", self._counters.step, signal=signal_name)
 
-    def close(self, timeout_s: float = DRAIN_TIMEOUT_S) -> None:
-        """Save what is not saved yet, wait until it is durable, say what was not."""
+    def close(self, timeout_s: float = DRAIN_TIMEOUT_S, *, whole: bool = True) -> None:
+        """Save what is not saved yet, if the state is `whole`; wait until it is durable, say what was not."""
         try:
-            self._snapshot(milestone=False, wait_s=timeout_s)
+            if whole:
+                self._snapshot(milestone=False, wait_s=timeout_s)
             self._opening.link.settle(self._unconfirmed, timeout_s, aloud=self._rank == 0)
         finally:
             self._snapshots.close()
@@ -128,7 +130,7 @@ class Keeping:
         if taken is None:
             self._diary.event("snapshot_skipped", self._counters.step)
             return False
-        self._saved_step = self._unconfirmed = taken.step
+        self._saved_step, self._unconfirmed = taken.step, (taken.step, milestone)
         self._pace.saved()
         self._diary.captured(taken)
         return True

@@ -15,6 +15,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any, Unpack
@@ -42,6 +43,7 @@ from unbroken.opening import EnvironmentChanged, Opening, device_of, refuse_metr
 from unbroken.order.ledger import unit_digest
 from unbroken.order.units import blocks
 from unbroken.recover.link import SaveWarning, StepLost
+from unbroken.store.tiers.disk import local_path
 
 __all__ = ["EnvironmentChanged", "Run", "SaveWarning", "StepLost"]
 
@@ -78,7 +80,7 @@ class Run:
         moments = {"process": self._clock.monotonic()}
         use_exit_codes()
         self._config: RunConfig = resolve(lose_at_most, resume, options)
-        self._directory = os.path.abspath(os.fspath(directory))
+        self._directory = os.path.abspath(local_path(directory))
         self.model = model
         parts = Parts(
             models=keyed_parts(model, "model"),
@@ -99,7 +101,7 @@ class Run:
         self._opening = Opening(self._directory, self._config, self._stack, self._source, device, self._clock, moments)
         try:
             self._begin()
-        except BaseException:
+        except BaseException:  # raised again: whatever it was, the daemon and the other ranks must not wait for us
             self._let_go()
             raise
 
@@ -122,7 +124,7 @@ class Run:
         position[:] = [self._counters.step + 1, plan.generation]
         self._attempt = 0
         self._outcome: bool | None = None
-        self._inside = self._looping = False
+        self._inside = self._looping = self._torn = False
         self._words = [Word()]
         self._boundary_open = plan.source == "fresh"
         self._streams_at_start: dict[str, Any] | None = self._streams.read()
@@ -135,7 +137,12 @@ class Run:
         _open_runs[self._directory] = self
 
     def close(self) -> None:
-        """Commit the last boundary, wait until it is durable, let the daemon go. Warns where an automatic save had failed. Idempotent."""
+        """Commit the last boundary, wait until it is durable, let the daemon go. Warns where an automatic save had failed. Idempotent.
+
+        Called while an error leaves the loop, it saves nothing of a step whose boundary was not reached: that state is not whole.
+        """
+        if self._boundary_open and sys.exc_info()[0] is not None:
+            self._torn = True
         self._close(DRAIN_TIMEOUT_S)
 
     def _close(self, timeout_s: float) -> None:
@@ -145,8 +152,12 @@ class Run:
         atexit.unregister(self._at_exit)
         self._streams.leave()
         try:
-            self._give_up_step()
-            self._keeping.close(timeout_s)
+            if self._torn:
+                text = f"step {self._counters.step + (not self._boundary_open)} was left half-way by an error: what it did is not saved"
+                warnings.warn(text, SaveWarning, stacklevel=3)
+            else:
+                self._give_up_step()
+            self._keeping.close(timeout_s, whole=not self._torn)
         finally:
             self._let_go()
 
@@ -160,6 +171,8 @@ class Run:
     def _let_go(self) -> None:
         """Give back what a failed start or an ended run holds."""
         self._source.close()
+        if hasattr(self, "_update"):
+            self._update.close()
         self._opening.close()
         self._stop.remove()
 
@@ -208,6 +221,8 @@ class Run:
     def _require_open(self) -> None:
         if self._closed:  # also true after the loop has ended by itself
             raise RuntimeError("this run is closed; make a new Run to go on")
+        if self._torn:
+            raise RuntimeError("an error left the optimizer step half done, so this state is not whole; make a new Run, which goes back")
 
     def _give_up_step(self) -> None:
         """Be again as at the last boundary: buffers, gradients, the rank's own streams, the place in the data."""
@@ -273,12 +288,13 @@ class Run:
             self._outcome = False
             self._refuse(error)
             return False
+        self._torn = True  # until everything that belongs to the step is done
         applied = self._update.apply(reduced, clip_grad_norm)
         self._outcome = True
         self._inside = False
-        self._boundary_open = True
         self._words = [rank.word for rank in reduced.facts]
         self._count(applied)
+        self._boundary_open, self._torn = True, False
         failpoint("step.applied")
         return True
 

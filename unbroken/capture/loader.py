@@ -62,7 +62,7 @@ class Sampler(torch.utils.data.Sampler[int]):
         self._next_epoch = epoch
 
     def follow(self, order: SampleOrder, block: range, step: int) -> None:
-        """From now on iterate over a rank's units, from `step` on."""
+        """Let the next iteration be over a rank's units, from `step` on."""
         self._followed = (order, block, step)
 
     def __len__(self) -> int:
@@ -71,7 +71,8 @@ class Sampler(torch.utils.data.Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         if self._followed is not None:
-            return self._rank_ids(*self._followed)
+            followed, self._followed = self._followed, None
+            return self._rank_ids(*followed)
         epoch, self._next_epoch = self._next_epoch, self._next_epoch + 1
         return self._epoch_keys(epoch)
 
@@ -185,7 +186,7 @@ class OrderedSource:
 def _indices(sampler: Sampler, order: SampleOrder, block: range, first_step: int) -> Iterator[UnitIndex]:
     """What the sampler yields, cut into units; places, and with them randomness, are those of the order."""
     sampler.follow(order, block, first_step)
-    ids = iter(sampler)
+    ids = iter(sampler)  # a user's subclass may change what comes out
     for step in _steps(order, first_step):
         for unit in block:
             places = [(span.epoch, place) for span in order.spans(step, unit) for place in range(span.start, span.stop)]

@@ -15,7 +15,7 @@ from unbroken.core.limits import MAX_DEPTH
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """The user's module inside DDP, DataParallel, torch.compile and averaging wrappers' own outer shell."""
+    """The user's module inside DDP, DataParallel and torch.compile. An averaging wrapper stays: it has state of its own."""
     for _ in range(MAX_DEPTH):
         if isinstance(module, DistributedDataParallel | DataParallel):
             module = module.module

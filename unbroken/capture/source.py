@@ -187,7 +187,7 @@ class UnitDataset(Dataset[Loaded]):
             return self.dataset[int(key)]
         except StopIteration as error:  # would end the data silently
             raise RuntimeError(f"the data set raised StopIteration {where}") from error
-        except Exception as error:
+        except Exception as error:  # raised again: only says where it happened
             error.add_note(where)
             raise
 
@@ -235,7 +235,7 @@ class UnitStream:
         while iterator is self._iterator:
             try:
                 loaded = next(iterator, None)
-            except BaseException:
+            except BaseException:  # raised again: whatever it was, the workers must not outlive it
                 self.close()
                 raise
             if loaded is None:

@@ -65,6 +65,8 @@ class Stack:
     def __init__(self, parts: Parts, streams: Streams) -> None:
         self.parts = parts
         self.streams = streams
+        if parts.scaler is not None and not isinstance(parts.scaler, torch.amp.GradScaler):
+            raise TypeError(f"scaler= got {parts.scaler!r:.100}: pass a torch.amp.GradScaler, or leave it out")
         self.names = names.parameter_names(parts.models)
         self._check_optimizers()
 
@@ -154,6 +156,8 @@ class Stack:
         return {name: optimizer.state[named[name]] for name in sorted(named) if optimizer.state.get(named[name])}
 
     def _check_optimizers(self) -> None:
+        if not self.parts.optimizers:
+            raise TypeError("optimizer= got nothing: pass the torch.optim.Optimizer (or a list or dict of them) that trains the model")
         for key, optimizer in self.parts.optimizers.items():
             if not isinstance(optimizer, torch.optim.Optimizer):
                 raise TypeError(f"optimizer= got {optimizer!r:.100}: pass a torch.optim.Optimizer, made from the model's parameters")

@@ -7,7 +7,7 @@ Nothing of the state changes before `reduce` has returned, so that a refused att
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -75,16 +75,28 @@ class Update:
         self.collected: list[_Unit] = []
         self._began: list[torch.Tensor] = []
         self._ran = {id(o): False for o in stack.parts.optimizers.values()}
-        for optimizer in stack.parts.optimizers.values():
-            optimizer.register_step_post_hook(lambda o, *_: self._ran.__setitem__(id(o), True))
+        ran = self._ran
+        hooks = [o.register_step_post_hook(lambda o, *_: ran.__setitem__(id(o), True)) for o in stack.parts.optimizers.values()]
+        self._undone: list[Callable[[], None]] = [hook.remove for hook in hooks]
         for model in stack.parts.models.values():
             if silence and isinstance(model, DistributedDataParallel):
-                # ordered reduction is ours; DDP's own, bucket-wise one must stay silent, and buffers follow the units
-                model.require_backward_grad_sync = False
-                model.broadcast_buffers = False
+                self._silence(model)
+
+    def close(self) -> None:
+        """Leave the user's objects as they were found. Idempotent."""
+        while self._undone:
+            self._undone.pop()()
+
+    def _silence(self, model: DistributedDataParallel) -> None:
+        """Ordered reduction is ours: DDP's own, bucket-wise one must stay silent, and buffers follow the units."""
+        before = {name: getattr(model, name) for name in ("require_backward_grad_sync", "broadcast_buffers")}
+        self._undone.append(lambda: model.__dict__.update(before))
+        model.require_backward_grad_sync = False
+        model.broadcast_buffers = False
 
     def begin(self) -> None:
-        """Start an attempt: remember the buffers as they stand. Cost: a copy of the buffers."""
+        """Start an attempt: remember the buffers as they stand, forget gradients of the user's own. Cost: a copy of the buffers."""
+        self._clear_gradients()
         self.reduction.reset()
         self.collected.clear()
         self._began = [b.detach().clone() for b in self._all_buffers()]
@@ -92,8 +104,6 @@ class Update:
     def undo(self) -> None:
         """Give up the attempt: buffers, gradients and collected units are as they were at its beginning."""
         self._rewind()
-        for parameter in self._parameters:
-            parameter.grad = None
         self.begin()
 
     def start_unit(self) -> None:
@@ -109,8 +119,7 @@ class Update:
         # no one bumps the version of BatchNorm's statistics: only a comparison tells whether a unit wrote a buffer
         changed = [_differs(now, began) for now, began in zip(self._all_buffers(), self._began, strict=True)]
         self.reduction.add(unit, weight, values, [g is not None for g in gradients] + [False] * len(self._floats))
-        for parameter in self._parameters:
-            parameter.grad = None
+        self._clear_gradients()
         integers = [b.detach().clone() for b in self._integers.values()] if loss is not None else None
         self.keep(unit, digest, weight, loss, changed=changed, integers=integers)
 
@@ -132,17 +141,27 @@ class Update:
         self._rewind()
         units, raw = [], b""
         present = bytearray(self.reduction.present)
-        for u in self.collected:
+        for u, (loss, changed) in zip(self.collected, self._read_facts(), strict=True):
             digest = ""
-            changed = [bool(c) for c in u.changed] if u.integers is not None else []
             for j, flag in enumerate(changed[: len(self._floats)]):
                 present[len(self._parameters) + j] |= flag
             if any(changed[len(self._floats) :]):
                 raw = b"".join(tensor_bytes(b) for b in u.integers or ())
                 digest = text_digest(raw)[:32]
-            units.append(UnitFacts(u.unit, u.digest, u.weight, bits(0.0 if u.loss is None else u.loss.item()), digest))
+            units.append(UnitFacts(u.unit, u.digest, u.weight, bits(loss), digest))
         facts = RankFacts(units=tuple(units), word=word, present=bytes(present), integers=raw)
         return self.reduction.reduce(facts)
+
+    def _read_facts(self) -> list[tuple[float, list[bool]]]:
+        """Of each unit its loss and which buffers it wrote; one copy from the device, which waits for the step's forward passes."""
+        told = [[] if u.loss is None else [u.loss.reshape(()), *(u.changed if u.integers is not None else ())] for u in self.collected]
+        flat = [value for unit in told for value in unit]
+        read = iter(torch.stack([value.to(flat[0].device, torch.float64) for value in flat]).tolist() if flat else ())
+        facts = []
+        for unit in told:
+            loss, *changed = [next(read) for _ in unit] or [0.0]
+            facts.append((loss, [bool(flag) for flag in changed]))
+        return facts
 
     def apply(self, reduced: Reduced, clip_grad_norm: float | None) -> Applied:
         """Unscale, clip, optimizers, schedulers, zero_grad. All ranks do the same on the same bits."""
@@ -151,8 +170,7 @@ class Update:
         self._deliver(reduced)
         failpoint("step.optimizer")
         applied = self._run_optimizers(clip_grad_norm)
-        for parameter in self._parameters:
-            parameter.grad = None
+        self._clear_gradients()
         if applied:
             for scheduler in self._stack.parts.schedulers.values():
                 scheduler.step()
@@ -164,6 +182,10 @@ class Update:
             num_samples=sum(u.weight for u in units),
             units=tuple(u.digest for u in units),
         )
+
+    def _clear_gradients(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
 
     def _all_buffers(self) -> list[torch.Tensor]:
         return [*self._floats, *self._integers.values()]

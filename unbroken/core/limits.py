@@ -65,8 +65,8 @@ COLLECTIVE_TIMEOUT_S = 600.0
 MAX_ATTEMPTS = 3
 """A step is tried in place so often; then the processes are started again."""
 
-MAX_UNITS = 1 << 20
-"""Units of a step. Digests of all of them stand in one journal line, and stored facts must not make us allocate."""
+MAX_UNITS = 2048
+"""Units of a step: the step's journal record, some 45 bytes for each of them, must fit one message."""
 
 MAX_GLOBAL_BATCH = 1 << 24
 """Samples of a step: 128 MB of ids, far above any batch that still trains."""

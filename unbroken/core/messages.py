@@ -152,6 +152,7 @@ class Committed(Struct, frozen=True, kw_only=True, tag="committed"):
     generation: int
     state_root: str
     seconds: float
+    milestone: bool = False
 
 
 class Failed(Struct, frozen=True, kw_only=True, tag="failed"):
@@ -163,6 +164,7 @@ class Failed(Struct, frozen=True, kw_only=True, tag="failed"):
     step: int
     generation: int
     text: str
+    milestone: bool = False
     superseded: bool = False
 
 

@@ -44,6 +44,7 @@ class Board:
         self._draining: MemoryCut | None = None
         self._forgotten: MemoryCut | None = None
         self._last_committed: int | None = None
+        self._last_milestone: int | None = None
         self._unsynced = 0
 
     @property
@@ -90,6 +91,8 @@ class Board:
             self.drainer.sync(self._current)
         self._current = chronicle
         self._chronicles[chronicle.generation.number] = chronicle
+        if self._last_committed is not None and self._last_committed > self._base_step:
+            self._last_committed = self._last_milestone = None  # given up by this start
         self._announced.clear()
         for stamp in [stamp for stamp, fate in self._fates.items() if fate == "failed" and stamp[0] == self._base_step]:
             del self._fates[stamp]  # what the run goes on from deserves another try
@@ -103,7 +106,7 @@ class Board:
         self._current, self._chronicles = None, {}
         self._announced.clear()
         self._fates.clear()
-        self._last_committed = None
+        self._last_committed = self._last_milestone = None
         self._forgotten = self._draining
         self.settle()
 
@@ -149,16 +152,18 @@ class Board:
 
     def drained(self, outcome: Outcome) -> None:
         """The drain has finished with a cut."""
-        step, generation = outcome.cut.step, outcome.cut.generation
+        step, generation, milestone = _stamp(outcome.cut)
         left_behind = outcome.cut is self._forgotten or (generation < self.generation and step > self._base_step)
         self._draining = self._forgotten = None
         if not outcome.error:
             self._set_fate(_stamp(outcome.cut), "committed")
             self._last_committed = step
-            self._tell(Committed(step=step, generation=generation, state_root=outcome.state_root, seconds=outcome.seconds))
+            self._last_milestone = step if milestone else self._last_milestone
+            root, seconds = outcome.state_root, outcome.seconds
+            self._tell(Committed(step=step, generation=generation, milestone=milestone, state_root=root, seconds=seconds))
         elif not left_behind:  # else nobody waits for it any more
             self._set_fate(_stamp(outcome.cut), "failed")
-            self._tell(Failed(step=step, generation=generation, text=outcome.error))
+            self._tell(Failed(step=step, generation=generation, milestone=milestone, text=outcome.error))
         self.settle()
 
     def facts(self) -> dict[str, Any]:
@@ -169,6 +174,7 @@ class Board:
             "last_applied": self.last_applied,
             "last_ready": newest[0] if newest is not None else None,
             "last_committed": self._last_committed,
+            "last_milestone": self._last_milestone,
             "draining": self._draining.step if self._draining is not None else None,
             "slots_bytes": self.table.total_bytes,
         }
@@ -207,7 +213,7 @@ class Board:
         """A snapshot that a newer one has overtaken before it was drained stays memory-only, and that is reported."""
         newest = max(self._held, default=(-1, -1, False))
         for stamp in sorted(self._announced):
-            step, generation, _ = stamp
+            step, generation, milestone = stamp
             if stamp in self._fates:
                 self._announced.discard(stamp)
             elif stamp < newest and stamp not in self._held:
@@ -217,7 +223,7 @@ class Board:
                 self.write_events([EventRecord(name="memory_only", step=step, facts={"reason": text})])
                 self._set_fate(stamp, "superseded")
                 self._announced.discard(stamp)
-                self._tell(Failed(step=step, generation=generation, text=text, superseded=True))
+                self._tell(Failed(step=step, generation=generation, milestone=milestone, text=text, superseded=True))
 
     def _set_fate(self, stamp: Stamp, fate: str) -> None:
         self._fates[stamp] = fate

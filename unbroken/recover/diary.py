@@ -19,6 +19,10 @@ RECORDS_BYTES = MAX_MESSAGE_BYTES - 1024
 """Of records in one message; a step's takes some 150 bytes and 35 per unit."""
 
 
+MAX_UNCOVERED = 1 << 16
+"""Steps beyond the newest checkpoint that are kept for another daemon's journal; those that fall out cannot be continued over."""
+
+
 class Diary:
     """The journal as one generation of a run writes it. On other ranks than 0 every call does nothing."""
 
@@ -29,7 +33,7 @@ class Diary:
         self._world_size = world_size
         self._aligned_s = 0.0
         self._compensated_s = 0.0
-        self._uncovered: deque[StepRecord] = deque()
+        self._uncovered: deque[StepRecord] = deque(maxlen=MAX_UNCOVERED)
 
     def continued(self, link: Link, plan: Plan) -> Diary:
         """The journal of the next generation, after the daemon has died: it starts with the steps that no checkpoint covers.

@@ -20,7 +20,7 @@ from unbroken.store import paths
 from unbroken.store.journal import JournalWriter
 from unbroken.store.lease import WriterLease
 from unbroken.store.log import visible
-from unbroken.store.repository import Repository
+from unbroken.store.repository import Repository, naming
 from unbroken.store.tiers.disk import DiskTier
 
 TAIL_BYTES = 1 << 20
@@ -64,9 +64,8 @@ class Chronicle:
 
     def sync(self) -> None:
         """Make all lines durable."""
-        with self._lock:
-            self.check_folder()
-            self._writer.sync()
+        self.check_folder()
+        self._writer.sync()
 
     def check_folder(self) -> None:
         """SaveFailed if the run has been removed: nothing of it may then be made anew."""
@@ -216,8 +215,9 @@ class RunFolder:
             return b""
 
     def _open(self) -> bool:
-        if not Repository.exists(self._tier):
-            return False
+        with naming(self.directory):
+            if not Repository.exists(self._tier):
+                return False
         self._acquire()
         if self._repository is None:
             self._repository = Repository.open(self._tier)
@@ -237,16 +237,17 @@ class RunFolder:
 
     def _choose(self, request: Begin, memory: Sequence[MemoryCut], witnessed: bool, exclude: dict[Key, str]) -> tuple[Choice, str]:
         state = self._log_state()
-        return choose(
-            memory,
-            visible(state) if state is not None else (),
-            request.resume,
-            request.step,
-            exclude,
-            state=state,
-            restart_count=request.restart_count,
-            witnessed=witnessed,
-        )
+        with naming(self.directory):
+            return choose(
+                memory,
+                visible(state) if state is not None else (),
+                request.resume,
+                request.step,
+                exclude,
+                state=state,
+                restart_count=request.restart_count,
+                witnessed=witnessed,
+            )
 
     def _condemn(self, choice: Choice, message: Bad) -> None:
         assert choice.commit is not None

@@ -52,7 +52,9 @@ class Link:
         self._clock = clock
         self.committed: Committed | None = None
         self.failures: list[Failed] = []
-        self.superseded: list[int] = []
+        self.superseded: list[Failed] = []
+        self._newest: dict[bool, int] = {}
+        self._refusal = ""
         self.lost: str | None = None
 
     @classmethod
@@ -105,23 +107,24 @@ class Link:
                 return
             self._note(message)
 
-    def wait_for_step(self, step: int, timeout_s: float) -> None:
-        """Wait until the checkpoint of `step` is visible and durable. SaveFailed with the cause otherwise."""
+    def wait_for_step(self, step: int, timeout_s: float, *, milestone: bool = False) -> None:
+        """Wait until the checkpoint of `step` is visible and durable, as a milestone if so asked. SaveFailed with the cause otherwise."""
         end = self._clock.monotonic() + timeout_s
         self.poll()
-        if self.lost is None and self._stored_before(step, timeout_s):
+        if self.lost is None and self._stored_before(step, milestone, timeout_s):
             return
         while True:
             self.poll()
-            if self.committed is not None and self.committed.step >= step:
+            if self._newest.get(milestone, -1) >= step:
                 return
             for failure in self.failures:
-                if failure.step == step:
+                if (failure.step, failure.milestone) == (step, milestone):
                     raise errors.SaveFailed(f"the checkpoint of step {step} was not saved: {failure.text}")
-            if step in self.superseded:
+            if any((overtaken.step, overtaken.milestone) == (step, milestone) for overtaken in self.superseded):
                 raise errors.SaveFailed(f"the checkpoint of step {step} was overtaken by a newer one before it was durable")
-            if self.lost is not None:
-                raise errors.SaveFailed(f"the checkpoint of step {step} was not saved: {self.lost}")
+            refused = self.lost or self._refusal
+            if refused:
+                raise errors.SaveFailed(f"the checkpoint of step {step} was not saved: {refused}")
             left = end - self._clock.monotonic()
             if left <= 0:
                 raise errors.SaveFailed(f"the checkpoint of step {step} was not durable after {timeout_s:.0f} s")
@@ -131,19 +134,23 @@ class Link:
                 continue
             self._note(message)
 
-    def _stored_before(self, step: int, timeout_s: float) -> bool:
+    def _stored_before(self, step: int, milestone: bool, timeout_s: float) -> bool:
         """Was it committed before we came, so that no news of it will arrive?"""
+        fact = "last_milestone" if milestone else "last_committed"
         try:
-            committed = self.ask(Status(), StatusReply, min(timeout_s, REPLY_TIMEOUT_S))[0].facts.get("last_committed")
+            committed = self.ask(Status(), StatusReply, min(timeout_s, REPLY_TIMEOUT_S))[0].facts.get(fact)
         except (DaemonLost, TimeoutError):
             return False
         return isinstance(committed, int) and committed >= step
 
-    def settle(self, step: int | None, timeout_s: float, *, aloud: bool) -> None:
-        """At the end of a run: wait for its last snapshot, then say what was not saved. Warnings only: the run itself has ended well."""
+    def settle(self, last: tuple[int, bool] | None, timeout_s: float, *, aloud: bool) -> None:
+        """At the end of a run: wait for its last snapshot, (step, milestone), then say what was not saved.
+
+        Warnings only: the run itself has ended well.
+        """
         try:
-            if step is not None and self.lost is None:
-                self.wait_for_step(step, timeout_s)
+            if last is not None and self.lost is None:
+                self.wait_for_step(last[0], timeout_s, milestone=last[1])
         except errors.SaveFailed as error:
             warnings.warn(f"{error}; older checkpoints are untouched", SaveWarning, stacklevel=4)
         if self.superseded and aloud:
@@ -159,6 +166,7 @@ class Link:
         with contextlib.suppress(OSError):  # nobody may be there to be told
             self._channel.send(Bye(), ())
         self._channel.close()
+        self.lost = self.lost or "the connection to the node daemon is closed"
 
     def _receive(self, timeout_s: float) -> tuple[Message, list[int]]:
         try:
@@ -171,8 +179,14 @@ class Link:
     def _note(self, message: Message) -> None:
         if isinstance(message, Committed):
             self.committed = message
+            self._newest[False] = message.step
+            if message.milestone:
+                self._newest[True] = message.step
         elif isinstance(message, Failed) and message.superseded:
-            self.superseded.append(message.step)
+            self.superseded.append(message)
         elif isinstance(message, Failed):
             self.failures.append(message)
             warnings.warn(f"checkpoint of step {message.step} not saved, training goes on: {message.text}", SaveWarning, stacklevel=4)
+        elif isinstance(message, Error):  # nobody waits for it: a snapshot or a journal record was refused
+            self._refusal = f"{message.kind}: {message.text}"
+            warnings.warn(f"the node daemon refused what this rank sent, training goes on: {self._refusal}", SaveWarning, stacklevel=4)

@@ -107,7 +107,7 @@ def _nothing_usable(
         tried = "\n".join(f"  {text}" for text in _listing(passed)) or "  (none is left in the log)"
         raise NoCheckpoint(f"this run has made checkpoints, but none is usable:\n{tried}\nA fresh start needs another folder.")
     if resume == "must":
-        raise NoCheckpoint('resume="must", but no checkpoint was ever made here: is this the right folder?')
+        raise NoCheckpoint('resume="must", but no checkpoint was ever made here: is this the right folder, and is it mounted?')
     if state is None:
         if restart_count > 0 and not witnessed:
             raise NoCheckpoint(

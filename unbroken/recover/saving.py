@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 
-from unbroken.core.errors import Fenced, Refused, SaveFailed, UnbrokenError
+from unbroken.core.errors import Fenced, Refused, SaveFailed
 from unbroken.core.os import boot_id, hostname
 from unbroken.core.ports import Clock, Nonces, failpoint
 from unbroken.core.records import BeginRecord, CommitEntry, Generation, RootRecord, RunFacts, Writer
@@ -63,7 +63,7 @@ class Saving:
             else:
                 facts = RunFacts(run_id=nonces.nonce(), created=clock.utc(), options={"writer": "store"})
                 repository = Repository.create(tier, facts)
-        except BaseException:
+        except BaseException:  # raised again: whatever it was, the folder must not stay taken
             lease.release()
             raise
         return cls(repository, lease, writer, clock, nonces)
@@ -108,7 +108,7 @@ class Saving:
                 writer=self._writer,
                 clock=self._clock,
             )
-        except BaseException:
+        except BaseException:  # raised again: the next save must not go on in a journal of which nobody knows what it holds
             self._journal = None
             raise
 
@@ -116,7 +116,7 @@ class Saving:
         """Remove what retention no longer keeps. A failure is a note: what stays is removed by a later collection."""
         try:
             self.repository.collect(keep, writer=self._writer, clock=self._clock)
-        except (OSError, UnbrokenError) as error:
+        except Exception as error:  # noqa: BLE001  (safe: the checkpoint is committed; what stays is removed later, and it is said)
             self.notes.append(f"old checkpoints could not be removed ({type(error).__name__}: {error}); the next save tries again")
 
     def condemn(self, passed_over: Iterable[PassedOver]) -> None:

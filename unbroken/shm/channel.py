@@ -249,7 +249,7 @@ def _dial(path: str) -> Channel | None:
     except (FileNotFoundError, ConnectionError):
         channel.close()
         return None
-    except BaseException:
+    except BaseException:  # raised again
         channel.close()
         raise
     return channel

@@ -9,6 +9,7 @@ bounded memory whatever the length: about 5 us per line.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import msgspec
@@ -16,7 +17,7 @@ from blake3 import blake3
 from msgspec import Raw, Struct
 
 from unbroken.codec.digest import text_digest
-from unbroken.core.errors import Damaged, Permanent, StoreError
+from unbroken.core.errors import Damaged, Permanent
 from unbroken.core.limits import MAX_JOURNAL_LINE_BYTES
 from unbroken.core.ports import Tier, failpoint
 from unbroken.core.records import Digest, JournalLine, Record
@@ -58,7 +59,7 @@ def next_chain(chain: str, record: bytes) -> str:
 
 
 class JournalWriter:
-    """The one writer of a generation's journal. `add` is memory only; `sync` makes everything added so far durable."""
+    """The one writer of a generation's journal. `add` is memory only and never waits for a `sync` that another thread has begun."""
 
     def __init__(self, tier: Tier, lineage: str, generation: int, nonce: str) -> None:
         self.head = first_chain(generation, nonce)
@@ -66,6 +67,7 @@ class JournalWriter:
         self._tier = tier
         self._path = paths.journal(paths.check_lineage(lineage), generation)
         self._waiting = bytearray(_header_line(lineage, generation, nonce))
+        self._adding, self._syncing = threading.Lock(), threading.Lock()
         self._durable_bytes = 0
         self._is_sure = False
 
@@ -74,27 +76,32 @@ class JournalWriter:
         raw = msgspec.json.encode(record)
         if len(raw) > MAX_JOURNAL_LINE_BYTES - 128:
             raise ValueError(f"a journal record of {len(raw)} bytes; at most {MAX_JOURNAL_LINE_BYTES - 128}: shorten its facts")
-        if len(self._waiting) > _MAX_WAITING_BYTES:
-            raise Permanent(f"{self._path}: {len(self._waiting)} bytes wait to be written and cannot be")
-        self.head = next_chain(self.head, raw)
-        self.num_lines += 1
-        self._waiting += b'{"chain":"%s","record":%s}\n' % (self.head.encode(), raw)
+        with self._adding:
+            if len(self._waiting) > _MAX_WAITING_BYTES:
+                raise Permanent(f"{self._path}: {len(self._waiting)} bytes wait to be written and cannot be")
+            self.head = next_chain(self.head, raw)
+            self.num_lines += 1
+            self._waiting += b'{"chain":"%s","record":%s}\n' % (self.head.encode(), raw)
 
     def sync(self) -> None:
-        """Durable on return; one fsync, none when nothing waits. After an error nothing is lost: the next call tries again."""
-        if not self._waiting:
-            return
-        if not self._is_sure:
-            self._compare_size()
-        failpoint("store.journal.before_append")
-        try:
-            self._tier.append(self._path, self._waiting)
-        except StoreError:
-            self._is_sure = False
-            raise
-        self._durable_bytes += len(self._waiting)
-        self._waiting = bytearray()
-        self._is_sure = True
+        """Everything added before is durable on return; one fsync, none when nothing waits. After an error the next call tries again."""
+        with self._syncing:
+            with self._adding:
+                lines, self._waiting = self._waiting, bytearray()
+            if not lines:
+                return
+            try:
+                if not self._is_sure:
+                    self._compare_size()
+                self._is_sure = False
+                failpoint("store.journal.before_append")
+                self._tier.append(self._path, lines)
+            except BaseException:  # raised again below; whatever it was, the lines must not be lost
+                with self._adding:
+                    self._waiting = lines + self._waiting
+                raise
+            self._durable_bytes += len(lines)
+            self._is_sure = True
 
     def _compare_size(self) -> None:
         """Lines must join exactly where the last durable one ended: not onto another writer's file, not onto half a line."""

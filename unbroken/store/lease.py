@@ -48,7 +48,7 @@ class WriterLease:
             if left is not None and left.host != writer.host:
                 raise Fenced(f"{path}: {_who(left)} may still write this run. If that process is gone for good, delete {path}")
             _write(fd, writer)
-        except BaseException:
+        except BaseException:  # raised again: whatever it was, the lock must not stay taken
             os.close(fd)
             raise
         own = "an earlier lease of this process" if is_own else None
@@ -83,7 +83,7 @@ def _locked(path: str) -> int:
                 raise Fenced(_refusal(path, _read(fd)))
             if _is_same_file(path, fd):
                 return fd
-        except BaseException:
+        except BaseException:  # raised again: whatever it was, the lock must not stay taken
             os.close(fd)
             raise
         os.close(fd)  # somebody removed the file while we locked it: that lock would protect nothing

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 
 from unbroken.codec.digest import digest
 from unbroken.core.errors import Damaged, Fenced, ForeignFolder, NoCheckpoint, Permanent, Transient
@@ -39,6 +39,15 @@ from unbroken.store.packs import Chunk, Origin, write_packs
 from unbroken.store.sealed import read_sealed, seal
 
 __all__ = ["Part", "Repository", "VerifyReport"]
+
+
+@contextmanager
+def naming(root: str) -> Iterator[None]:
+    """What is wrong with a folder is said with its name."""
+    try:
+        yield
+    except (NoCheckpoint, ForeignFolder) as error:
+        raise type(error)(f"{root}: {error}") from error
 
 
 class _AlreadyCommitted(Exception):

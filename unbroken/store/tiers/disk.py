@@ -10,11 +10,12 @@ import errno
 import os
 import re
 import stat
+import urllib.parse
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 
 from unbroken.codec.digest import text_digest
-from unbroken.core.errors import Permanent, StoreError, Transient
+from unbroken.core.errors import ForeignFolder, Permanent, StoreError, Transient
 from unbroken.core.os import boot_id, forget_pages, hostname, is_alive, sync_directory
 from unbroken.core.ports import Buffer, Nonces, SystemNonces, TierTraits, failpoint
 from unbroken.store.paths import is_inside
@@ -25,6 +26,20 @@ _READ_BYTES = 1 << 30
 _KEEP_CACHED_BYTES = 1 << 20
 
 
+def local_path(url: str | os.PathLike[str]) -> str:
+    """The folder that a path or file:// URL names. ValueError for other schemes."""
+    text = os.fspath(url)
+    if not text:
+        raise ValueError("the folder's name is empty: pass a path, or file:///path")
+    scheme, separator, _ = text.partition("://")
+    if not separator:
+        return text
+    parts = urllib.parse.urlsplit(text)
+    if scheme != "file" or parts.netloc not in ("", "localhost") or not parts.path:
+        raise ValueError(f"{text!r}: only a folder's path and file:///path exist yet")
+    return urllib.parse.unquote(parts.path)
+
+
 class DiskTier:
     """Objects are files under `root`. Modes follow the umask; names in the folder are durable when a call returns."""
 
@@ -32,6 +47,8 @@ class DiskTier:
         self.traits = TierTraits(name="disk", conditional_put=True, durable=True, append=True)
         self.root = os.path.abspath(root)
         self._nonces = nonces or SystemNonces()
+        self._made: set[str] = set()
+        self._durable: set[str] = set()
         self._host = text_digest(hostname())[:8]
         self._boot = text_digest(boot_id())[:8]
 
@@ -57,16 +74,15 @@ class DiskTier:
     def append(self, path: str, data: Buffer) -> None:
         with _explained(path, missing_is_passing=True):
             final = self._locate(path)
-            is_new = not os.path.lexists(final)
-            if is_new:
-                self._make_folder(os.path.dirname(final))
+            folder = os.path.dirname(final)
+            self._make_folder(folder)
             fd = os.open(final, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
             try:
+                if os.fstat(fd).st_size == 0:  # new, or left by an append that failed: its name may not be durable yet
+                    sync_directory(folder)
                 _append_whole(fd, data)
             finally:
                 os.close(fd)
-            if is_new:
-                sync_directory(os.path.dirname(final))
 
     def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
         with _explained(path), self._opened(path) as fd:
@@ -90,6 +106,8 @@ class DiskTier:
         return sorted(removed)
 
     def list(self, prefix: str) -> list[str]:
+        if not prefix and os.path.lexists(self.root) and not os.path.isdir(self.root):
+            raise ForeignFolder("is a file: choose the folder of a run, or a new one")
         with _explained(prefix):
             start = self._locate(prefix) if prefix else self.root
             found = [path for path in _files(start) if not _is_temporary(path)]
@@ -114,15 +132,19 @@ class DiskTier:
         return absolute
 
     def _make_folder(self, folder: str) -> None:
-        """Make `folder` and what is missing above it, each name durable."""
-        missing = []
-        while not os.path.isdir(folder):
-            missing.append(folder)
-            folder = os.path.dirname(folder)
-        for new in reversed(missing):
+        """Make `folder` and what is missing above it, each name durable; of a folder found, too: who made it may have come no further."""
+        if folder in self._durable and os.path.isdir(folder):
+            return
+        parent, is_inside_root = os.path.dirname(folder), folder != self.root
+        if is_inside_root or not os.path.isdir(parent):
+            self._make_folder(parent)
+        if not os.path.isdir(folder):
+            self._made.add(folder)
             with suppress(FileExistsError):  # another writer made it first
-                os.mkdir(new)
-            sync_directory(os.path.dirname(new))
+                os.mkdir(folder)
+        if is_inside_root or folder in self._made:
+            sync_directory(parent)
+        self._durable.add(folder)
 
     @contextmanager
     def _opened(self, path: str) -> Iterator[int]:
