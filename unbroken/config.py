@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal, TypedDict, cast, get_args
 
-from unbroken.core.limits import KEEP_NEWEST, MAX_UNITS
+from unbroken.core.limits import KEEP_NEWEST, MAX_THREADS, MAX_UNITS
 from unbroken.core.ports import Clock
 from unbroken.order.streams import check_seed
 
@@ -120,6 +120,8 @@ def resolve(lose_at_most: str, resume: str, options: Options) -> RunConfig:
         left_out = value is None and name != "keep"
         if not left_out and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise ValueError(f"{name}={value!r}: give a whole number of at least 1")
+    if (options.get("threads") or 0) > MAX_THREADS:
+        raise ValueError(f"threads={options['threads']!r}: at most {MAX_THREADS} per rank")
     if (options.get("units") or 0) > MAX_UNITS:
         raise ValueError(f"units={options['units']!r}: at most {MAX_UNITS} micro-batches make a step")
     if options.get("seed") is not None:

@@ -26,11 +26,10 @@ class Keeping:
     one walk over the state and one copy of it.
     """
 
-    def __init__(self, opening: Opening, plan: Plan, counters: Counters, facts: list[Item], clock: Clock) -> None:
+    def __init__(self, opening: Opening, plan: Plan, counters: Counters, clock: Clock) -> None:
         self._opening = opening
         self._plan = plan
         self._counters = counters
-        self._facts = facts
         self._rank, world_size = opening.exchange.rank, opening.exchange.world_size
         self._pace = Pace(opening.config.interval, clock, counters.step)
         self._diary = Diary(opening.link, plan, self._rank, world_size)
@@ -147,4 +146,4 @@ class Keeping:
         position[1] = self._plan.generation
 
     def _pieces(self) -> list[Item]:
-        return [*self._opening.pieces(self._counters), *self._facts]
+        return [*self._opening.pieces(self._counters), *self._opening.facts()]

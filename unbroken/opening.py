@@ -27,7 +27,7 @@ from unbroken.core.messages import Plan
 from unbroken.core.ports import Clock, environment
 from unbroken.order.ledger import check_same
 from unbroken.recover.link import Link
-from unbroken.recover.start import Counters, Start, fact_items
+from unbroken.recover.start import Counters, Start, digests, fact_items
 from unbroken.store.tiers.disk import DiskTier
 
 GRADES = {
@@ -58,6 +58,7 @@ class Opening:
     exchange: Exchange = field(init=False)
     start: Start = field(init=False)
     num_units: int = 0
+    _sheet: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.exchange = Exchange(self.device)
@@ -68,8 +69,8 @@ class Opening:
             self.link.close()
         self.exchange.abandon()
 
-    def open(self) -> tuple[Plan, Counters, list[Item]]:
-        """The plan that held, what was counted so far, and the compared and recorded pieces of this start."""
+    def open(self) -> tuple[Plan, Counters]:
+        """The plan that held, and what was counted so far."""
         join_world(self.device)
         use_exit_codes()
         self.exchange = Exchange(self.device)
@@ -90,13 +91,13 @@ class Opening:
         self.link = self.start.connect()
         self.moments["rendezvous"] = self.clock.monotonic()
         plan = self.start.load(self.link, self.start.plan(self.link), self._adopt)
-        fixed = fact_items(self._fact_sheet(plan))
+        self._sheet = self._fact_sheet(plan)
         if plan.source != "fresh":
-            self.start.compare(self.start.stored, fixed)
-        self.start.open(self.link, plan, [*self.pieces(self.start.counters), *fixed])
+            self.start.compare(self.start.stored, self.facts())
+        self.start.open(self.link, plan, [*self.pieces(self.start.counters), *self.facts()])
         tell_launcher(self.directory)
         self.moments["rollback"] = self.clock.monotonic()
-        return plan, self.start.counters, fixed
+        return plan, self.start.counters
 
     def reattach(self) -> Plan:
         """Start and join a new daemon in mid-run; all ranks call it at one boundary. The live state is kept, nothing is loaded."""
@@ -109,6 +110,19 @@ class Opening:
         """Every restored piece as it stands now."""
         where = {"step": counters.step, "consumed_samples": counters.samples, "seed": self.stack.streams.seed}
         return self.stack.collect(where, counters.as_dict(), self.source.state())
+
+    def facts(self) -> list[Item]:
+        """Compared and recorded pieces as they stand now: a switch may be turned in mid-run. Cost: 5 us per module, 50 us besides."""
+        self._sheet["/environment"][0]["kernels"] = facts.kernel_settings(self.device)
+        self._sheet["/model/structure"] = (self.stack.structure(), *self._sheet["/model/structure"][1:])
+        return fact_items(self._sheet)
+
+    def changed_parameters(self) -> list[str]:
+        """Names of the parameters that are not what the generation was opened with. Cost: a pass over all parameters."""
+        before = self.start.opened_with
+        items = [i for i in self.pieces(self.start.counters) if i.piece.kind == "parameter"]
+        now = digests(items)
+        return [p.removeprefix("/model/parameters/") for p in sorted(now) if before.get(p) != now[p]]
 
     def latest_moments(self) -> dict[str, float]:
         """When each phase of the start ended on the last rank; all ranks call it."""
@@ -126,7 +140,7 @@ class Opening:
         print(f"unbroken: {self.config.interval}; memory per rank: {memory}")
         if self.source.grade != "exact":
             print(f"unbroken: the claim is limited by the data: {GRADES[self.source.grade]}", file=sys.stderr)
-        for note in (*plan.notes, *self.start.notes):
+        for note in (*plan.notes, *self.start.notes, *self.stack.notes):
             print(f"unbroken: {note}", file=sys.stderr)
         for difference in self.start.differences:
             warnings.warn(f"not as it was at the checkpoint, the claim is limited: {difference}", EnvironmentChanged, stacklevel=5)

@@ -31,11 +31,13 @@ from unbroken.capture.reduce import Word
 from unbroken.capture.ring import RingUpdate
 from unbroken.capture.stack import Parts, Stack, keyed_parts
 from unbroken.capture.streams import Streams
-from unbroken.capture.update import Applied, Update, scaled
+from unbroken.capture.undo import Undo
+from unbroken.capture.update import Applied, Update, check_clip, scaled
 from unbroken.chaos import arm_from_environment
 from unbroken.cluster.exitcode import use_exit_codes
 from unbroken.cluster.preempt import StopRequest
 from unbroken.config import Options, RunConfig, resolve
+from unbroken.core.errors import UnbrokenError
 from unbroken.core.limits import DRAIN_TIMEOUT_S, EXIT_TIMEOUT_S
 from unbroken.core.ports import Clock, SystemClock, failpoint, position
 from unbroken.keeping import Keeping
@@ -87,7 +89,7 @@ class Run:
             optimizers=keyed_parts(optimizer, "optimizer"),
             schedulers=keyed_parts(scheduler, "scheduler"),
             scaler=scaler,
-            extras=dict(extras or {}),
+            extras=_extras(extras),
         )
         device = device_of(parts.models)
         refuse_sync_batch_norm(parts.models)
@@ -97,10 +99,16 @@ class Run:
         self._stop = StopRequest()
         self._streams = Streams(seed, device)
         self._stack = Stack(parts, self._streams)
-        self._scaler, self._closed, self.loss = scaler, False, float("nan")
+        self._undo = Undo(parts.extras)
+        self._owner = os.getpid()
+        self._scaler, self.loss = scaler, float("nan")
+        self._closed = self._is_overtaken = False
         self._opening = Opening(self._directory, self._config, self._stack, self._source, device, self._clock, moments)
         try:
             self._begin()
+        except UnbrokenError as error:
+            self._let_go()
+            raise error.with_traceback(None) from None  # the text says it all; our frames would only hide it
         except BaseException:  # raised again: whatever it was, the daemon and the other ranks must not wait for us
             self._let_go()
             raise
@@ -109,9 +117,9 @@ class Run:
 
     def _begin(self) -> None:
         opening = self._opening
-        plan, self._counters, facts = opening.open()
+        plan, self._counters = opening.open()
         self._exchange = opening.exchange
-        self._keeping = Keeping(opening, plan, self._counters, facts, self._clock)
+        self._keeping = Keeping(opening, plan, self._counters, self._clock)
         self._stop.install()
         kind = RingUpdate if self._config.reduce == "ring" else Update
         self._update = kind(self._stack, opening.num_units, self._exchange)
@@ -128,6 +136,7 @@ class Run:
         self._words = [Word()]
         self._boundary_open = plan.source == "fresh"
         self._streams_at_start: dict[str, Any] | None = self._streams.read()
+        self._versions: Any = self._stack.versions()
         opening.moments["align"] = self._clock.monotonic()
         opening.announce(plan, self._update.reduction.buffers_bytes, self._keeping.start())
         atexit.register(self._at_exit)
@@ -141,22 +150,22 @@ class Run:
 
         Called while an error leaves the loop, it saves nothing of a step whose boundary was not reached: that state is not whole.
         """
-        if self._boundary_open and sys.exc_info()[0] is not None:
+        if self._boundary_open and self._counters.step and sys.exc_info()[0] is not None:
             self._torn = True
         self._close(DRAIN_TIMEOUT_S)
 
     def _close(self, timeout_s: float) -> None:
-        if self._closed:
+        if self._closed or os.getpid() != self._owner:  # a forked child has a copy of this object, not the run
             return
         self._closed = True
         atexit.unregister(self._at_exit)
         self._streams.leave()
         try:
+            if not self._torn:
+                self._give_up_step()
             if self._torn:
                 text = f"step {self._counters.step + (not self._boundary_open)} was left half-way by an error: what it did is not saved"
                 warnings.warn(text, SaveWarning, stacklevel=3)
-            else:
-                self._give_up_step()
             self._keeping.close(timeout_s, whole=not self._torn)
         finally:
             self._let_go()
@@ -164,7 +173,7 @@ class Run:
     def _overtaken(self) -> None:
         """The same process has opened this folder again (a notebook's cell run twice): this object must not write any more."""
         if not self._closed:
-            self._closed = True
+            self._closed = self._is_overtaken = True
             atexit.unregister(self._at_exit)
             self._let_go()
 
@@ -204,9 +213,13 @@ class Run:
             self._streams.write(self._streams_at_start)
             self._streams_at_start = None
         self._give_up_step()  # the loop may have been left inside one
+        self._require_open()
+        self._require_unchanged()
         self._looping = True
         try:
             self._boundary()
+            if self._at_end() and self._exchange.rank == 0:
+                print(f"unbroken: {self._directory}: nothing to do, all {self._counters.step} steps are done")
             while not self._at_end() and self._cursor.has_step():
                 self._begin_attempt()
                 yield Batch(self._counters.step + 1, self._micros)
@@ -219,21 +232,37 @@ class Run:
         self.close()
 
     def _require_open(self) -> None:
+        if self._is_overtaken:
+            raise RuntimeError(f"another Run in this process has opened {self._directory} since, and this one gave way to it: use that one")
         if self._closed:  # also true after the loop has ended by itself
             raise RuntimeError("this run is closed; make a new Run to go on")
         if self._torn:
-            raise RuntimeError("an error left the optimizer step half done, so this state is not whole; make a new Run, which goes back")
+            raise RuntimeError("a step was left half-way by an error, so this state is not whole; make a new Run, which goes back")
+
+    def _require_unchanged(self) -> None:
+        """RuntimeError where parameters were written between Run() and the loop: at a resume that would undo what was restored."""
+        versions, self._versions = self._versions, None
+        if versions is not None and versions != self._stack.versions():
+            changed = self._opening.changed_parameters()
+            if changed:
+                raise RuntimeError(
+                    f"{len(changed)} parameters changed between Run(...) and the loop, first {changed[0]!r}: load or draw weights "
+                    "before Run(...), else a resumed run would lose what it has learned"
+                )
 
     def _give_up_step(self) -> None:
         """Be again as at the last boundary: buffers, gradients, the rank's own streams, the place in the data."""
         if self._inside:
             self._inside, self._outcome = False, None
+            self._torn = bool(self._undo.changed())
             self._update.undo()
+            self._undo.back()
             self._streams.back()
             self._cursor.repeat(self._counters.step + 1)
 
     def _begin_attempt(self) -> None:
         if self._outcome is not False:
+            self._undo.mark()
             self._update.begin()
         self._outcome = None
         self._inside = True
@@ -260,7 +289,10 @@ class Run:
             if not micro.done and self._config.reduce == "ring":
                 self._update.finish_unit(number, digest, unit.weight, None)
             elif not micro.done:
-                raise RuntimeError(f"unit {number} of step {step} ended without micro.backward(loss)")
+                raise RuntimeError(
+                    f"unit {number} of step {step} ended without micro.backward(loss): call it, not loss.backward(), once for each micro, "
+                    "before the next one is taken"
+                )
 
     def _backward(self, micro: Micro, loss: torch.Tensor) -> None:
         failpoint("step.backward")
@@ -278,6 +310,7 @@ class Run:
         self._streams.leave()
         if self._outcome is not None:
             raise RuntimeError("run.step() was called twice for one batch")
+        check_clip(clip_grad_norm)
         done, due = len(self._update.collected), len(self._cursor.block)
         if done != due:
             raise RuntimeError(f"run.step() after {done} of {due} units: iterate over the whole batch")
@@ -312,7 +345,13 @@ class Run:
         """A retry in place needs every member's word that it has applied nothing: a failed collective proves nothing about others."""
         step = self._counters.step + 1
         self._exchange.abandon()
+        changed = self._undo.changed()
+        if changed:
+            raise StepLost(
+                f"step {step} was refused ({error}) and extras {changed} have changed within it: it starts again from a snapshot"
+            )
         self._attempt = self._keeping.retry(step, self._attempt, error)
+        self._undo.back()
         self._update.undo()
         self._streams.back()
         self._exchange.connect(f"{self._keeping.generation}/{step}/{self._attempt}")
@@ -342,3 +381,10 @@ class Run:
                 self.close()
                 sys.exit(0)
         self._streams.mark()
+
+
+def _extras(given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The user's own dict, so that plain values in it are saved as they are then, and put back where the script reads them."""
+    if given is not None and not isinstance(given, Mapping):
+        raise TypeError(f"extras= got a {type(given).__name__}: pass a dict of names and objects, such as extras={{'ema': ema}}")
+    return given if isinstance(given, dict) else dict(given or {})

@@ -23,6 +23,12 @@ class Meeting:
         self.barrier = threading.Barrier(world_size, timeout=WAIT_S)
         self.boxes: list[Any] = [None] * world_size
 
+    def break_up(self) -> None:
+        """Fail those who wait or will; not those who have met and are just leaving, whom Barrier.abort would fail, too."""
+        with self.barrier._cond:  # type: ignore[attr-defined]
+            self.barrier._cond.wait_for(lambda: self.barrier._state != 1, WAIT_S)  # type: ignore[attr-defined]
+        self.barrier.abort()
+
 
 class Hub:
     """All meetings of a job, by name."""
@@ -53,7 +59,7 @@ class ThreadExchange(Exchange):
 
     def abandon(self) -> None:
         if self._meeting is not None:
-            self._meeting.barrier.abort()
+            self._meeting.break_up()
         self._meeting = None
 
     def scatter(self, frames: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:

@@ -35,7 +35,7 @@ QUIET, LOST, STOP = [Word()], [Word(daemon_lost=True)], [Word(stop=True)]
 def committing(message: Message) -> Iterable[Said]:
     """A daemon that makes everything durable at once."""
     if isinstance(message, Ready):
-        yield Committed(step=message.step, generation=message.generation, state_root="00", seconds=0.0)
+        yield Committed(step=message.step, generation=message.generation, milestone=message.milestone, state_root="00", seconds=0.0)
     if isinstance(message, Status):
         yield StatusReply(phase="idle", facts={})
 
@@ -51,9 +51,10 @@ class Half:
         stack = stack_of(nn.Linear(2, 2), held=self.extras)
         data = as_source(Batches(TensorDataset(torch.zeros(8, 2)), global_batch=8))
         self.opening = Opening("run", resolve(interval, "auto", {}), stack, data, CPU, SystemClock(), {"align": 1.0})
+        self.opening._sheet = self.opening._fact_sheet(Plan(generation=2, step=step, source=source))  # type: ignore[arg-type]
         self.opening.exchange, self.opening.link = Exchange(CPU), self.daemon.link
         self.plan = Plan(generation=2, step=step, source=source)  # type: ignore[arg-type]
-        self.keeping = Keeping(self.opening, self.plan, self.counters, [], self.clock)
+        self.keeping = Keeping(self.opening, self.plan, self.counters, self.clock)
 
     def step(self) -> None:
         self.counters.step += 1
@@ -122,7 +123,7 @@ def test_rank_0s_word_decides_about_the_boundary_after_next(half: Callable[..., 
 def test_another_rank_than_0_decides_nothing(half: Callable[..., Half]) -> None:
     one = half()
     one.opening.exchange.rank = 1
-    other = Keeping(one.opening, one.plan, one.counters, [], one.clock)
+    other = Keeping(one.opening, one.plan, one.counters, one.clock)
     assert other.word(True) == Word(stop=True, snapshot_next=False)
 
 
@@ -174,7 +175,7 @@ def test_I9_each_failure_is_one_warning_and_what_was_overtaken_is_no_failure(hal
             one.daemon.wait_for(Ready, number)
         one.keeping.boundary(QUIET, last=False)
     assert [str(w.message) for w in caught] == [f"checkpoint of step {n} not saved, training goes on: no space" for n in (1, 3)]
-    assert one.daemon.link.superseded == [2]
+    assert [failed.step for failed in one.daemon.link.superseded] == [2]
 
 
 def test_I9_a_save_that_is_waited_for_raises_the_cause(half: Callable[..., Half]) -> None:

@@ -19,11 +19,6 @@ from unbroken.core.ports import environment
 
 _PACKAGES = ("torch", "numpy", "blake3", "msgspec", "unbroken")
 _VARIABLES = (
-    "OMP_NUM_THREADS",
-    "MKL_NUM_THREADS",
-    "OPENBLAS_NUM_THREADS",
-    "OMP_WAIT_POLICY",
-    "KMP_AFFINITY",
     "MKL_CBWR",
     "ATEN_CPU_CAPABILITY",
     "ONEDNN_MAX_CPU_ISA",
@@ -138,4 +133,4 @@ def _processor() -> str:
 
 
 def _flushes_denormals() -> bool:
-    return bool((torch.tensor([1e-40]) * 0.5 == 0).item())
+    return bool((torch.tensor([1e-40], device="cpu") * 0.5 == 0).item())

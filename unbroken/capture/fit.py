@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 from unbroken.capture.flatten import Item
@@ -21,10 +21,11 @@ class Fit:
         self._unexpected: list[str] = []
         self._wrong: list[str] = []
 
-    def tensors(self, items: Iterable[Item]) -> None:
-        """Parameters and buffers: name, shape and type of each."""
-        live = {item.piece.pointer: item.piece for item in items if item.piece.kind in ("parameter", "buffer")}
-        stored = {p: piece for p, (piece, _) in self._pieces.items() if piece.kind in ("parameter", "buffer")}
+    def tensors(self, items: Iterable[Item], lazy: Set[str] = frozenset()) -> None:
+        """Parameters and buffers: name, shape and type of each but those that are made anew (`lazy`)."""
+        kinds = ("parameter", "buffer")
+        live = {i.piece.pointer: i.piece for i in items if i.piece.kind in kinds and i.piece.pointer not in lazy}
+        stored = {p: piece for p, (piece, _) in self._pieces.items() if piece.kind in kinds and p not in lazy}
         self._missing += sorted(live.keys() - stored.keys())
         self._unexpected += sorted(stored.keys() - live.keys())
         self._wrong += [
@@ -59,6 +60,11 @@ class Fit:
                 if type(live[key]).__module__.startswith("torch."):  # another's state may have grown while it ran
                     self._unexpected += [f"{place}{_tail(key)}/{name}" for name in before if name not in now]
 
+    def names(self, place: str, live: Mapping[str, Any]) -> None:
+        """Which objects have state here; what it holds is their own business."""
+        stored = rebuild(self._pieces, place) if place in self._pieces else {}
+        self._common(place, stored, live)
+
     def values(self, place: str, live: Any) -> None:
         """Any nested state, {} for none."""
         if bool(live) == (place in self._pieces):
@@ -66,7 +72,8 @@ class Fit:
             for mine, theirs in ((self._missing, "missing"), (self._unexpected, "unexpected"), (self._wrong, "mismatched")):
                 mine += [f"{place[1:]}.{text}" for text in getattr(found, theirs, ())]
         else:
-            (self._missing if live else self._unexpected).append(place)
+            there = live if live else rebuild(self._pieces, place)
+            (self._missing if live else self._unexpected).extend(f"{place}/{name}" for name in there)
 
     def require(self) -> None:
         """LayoutMismatch if there is any difference."""

@@ -57,6 +57,18 @@ def buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
+def buffers_once(models: Mapping[str, nn.Module]) -> dict[str, torch.Tensor]:
+    """Every buffer of all models once, by its first name, preceded by the model's key where there are several models."""
+    found: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    for key, model in models.items():
+        for name, value in buffers(model).items():
+            if id(value) not in seen:
+                seen.add(id(value))
+                found[f"{key}.{name}" if key else name] = value
+    return found
+
+
 def parameter_names(models: Mapping[str, nn.Module]) -> dict[int, str]:
     """id of a parameter -> its first name, preceded by the model's key where there are several models."""
     names: dict[int, str] = {}

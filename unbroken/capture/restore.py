@@ -325,7 +325,7 @@ class _Load:
                     state[key] = self.builder.build(f"{pointer}/{name}")
             target.load_state_dict(state)
         elif isinstance(target, torch.optim.Optimizer):
-            _load_optimizer(target, self.builder.build(pointer))
+            load_optimizer(target, self.builder.build(pointer))
         else:
             target.load_state_dict(self.builder.build(pointer))
         return target
@@ -338,7 +338,7 @@ class _Load:
         return "\n  ".join(lines)
 
 
-def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """load_state_dict(), undoing its silent cast of floating state to the parameter's dtype."""
     optimizer.load_state_dict(state)
     live = [p for group in optimizer.param_groups for p in group["params"]]

@@ -68,7 +68,8 @@ class RingUpdate(Update):
         losses = [u.loss.item() if u.loss is not None else unknown if u.weight else 0.0 for u in self.collected]
         units = tuple(UnitFacts(u.unit, u.digest, u.weight, bits(loss), "") for u, loss in zip(self.collected, losses, strict=True))
         facts = self._exchange.share(RankFacts(units=units, word=word), RankFacts)
-        for buffer in self._all_buffers():
+        self._buffers.settle()
+        for buffer in self._buffers.all:
             flat = buffer.detach().contiguous().flatten().view(torch.uint8)
             if flat.numel():
                 first = self._exchange.gather(flat)[: flat.numel()]

@@ -102,6 +102,8 @@ def encode(value: Any) -> Leaf | None:
     if found is not None:
         return found[0], (), found[1](value)
     if type(value) is np.ndarray:
+        if value.dtype.kind == "b":  # any byte but 0 is true; stored are only 0 and 1
+            value = value.view(np.uint8) != 0
         return _ARRAY + _dtype_name(value.dtype), value.shape, value.tobytes()
     if isinstance(value, np.generic):
         return _SCALAR + _dtype_name(value.dtype), (), value.tobytes()

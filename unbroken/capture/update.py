@@ -15,6 +15,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from unbroken.capture.exchange import Exchange
+from unbroken.capture.live_buffers import LiveBuffers
 from unbroken.capture.reduce import OrderedReduction, RankFacts, Reduced, UnitFacts, Word
 from unbroken.capture.stack import Stack
 from unbroken.codec.digest import text_digest
@@ -65,19 +66,18 @@ class Update:
     def __init__(self, stack: Stack, num_units: int, exchange: Exchange, *, silence: bool = True) -> None:
         self._stack = stack
         self._parameters = [p for p in stack.parameters().values()]
-        buffers = stack.buffers()
-        self._floats = [b for b in buffers.values() if b.is_floating_point()]
-        self._integers = {name: b for name, b in buffers.items() if not b.is_floating_point()}
+        self._buffers = LiveBuffers(stack.parts.models)
         self._num_units = num_units
         self._exchange = exchange
-        integer_bytes = sum(b.numel() * b.element_size() for b in self._integers.values())
-        self.reduction = OrderedReduction([*self._parameters, *self._floats], num_units, exchange, integer_bytes)
+        integer_bytes = sum(b.numel() * b.element_size() for b in self._buffers.integers)
+        self.reduction = OrderedReduction([*self._parameters, *self._buffers.floats], num_units, exchange, integer_bytes)
         self.collected: list[_Unit] = []
-        self._began: list[torch.Tensor] = []
         self._ran = {id(o): False for o in stack.parts.optimizers.values()}
-        ran = self._ran
-        hooks = [o.register_step_post_hook(lambda o, *_: ran.__setitem__(id(o), True)) for o in stack.parts.optimizers.values()]
-        self._undone: list[Callable[[], None]] = [hook.remove for hook in hooks]
+        self._applying = [False]  # the hooks hold this and `_ran`, not us: an optimizer may outlive the run
+        self._undone: list[Callable[[], None]] = []
+        self._epochs: list[Any] | None = None
+        for optimizer in stack.parts.optimizers.values():
+            self._undone += [hook.remove for hook in _step_hooks(optimizer, self._applying, self._ran)]
         for model in stack.parts.models.values():
             if silence and isinstance(model, DistributedDataParallel):
                 self._silence(model)
@@ -96,32 +96,37 @@ class Update:
 
     def begin(self) -> None:
         """Start an attempt: remember the buffers as they stand, forget gradients of the user's own. Cost: a copy of the buffers."""
+        if self._epochs not in (None, self._scheduler_epochs()):
+            raise RuntimeError(
+                "a scheduler was stepped by the loop, which run.step() does: leave scheduler.step() out, or scheduler= of Run"
+            )
         self._clear_gradients()
         self.reduction.reset()
         self.collected.clear()
-        self._began = [b.detach().clone() for b in self._all_buffers()]
+        self._buffers.remember()
 
     def undo(self) -> None:
         """Give up the attempt: buffers, gradients and collected units are as they were at its beginning."""
-        self._rewind()
+        self._buffers.rewind()
         self.begin()
 
     def start_unit(self) -> None:
-        """Every unit starts from the buffers of the step's beginning."""
-        self._rewind()
+        """Every unit starts from the buffers of the step's beginning, and without gradients."""
+        self._buffers.rewind()
+        self._clear_gradients()
 
     @torch.no_grad()
     def finish_unit(self, unit: int, digest: str, weight: int, loss: torch.Tensor | None) -> None:
         """Set the unit's gradients and buffers aside and clear `.grad`. A unit without samples has weight 0 and no loss."""
         # a unit without samples has run nothing: what the buffers hold is the beginning's, or another unit's
+        self._buffers.settle()
+        floats = self._buffers.floats
         gradients = [_dense(p.grad) if weight else None for p in self._parameters]
-        values: Sequence[torch.Tensor | None] = [*gradients, *(self._floats if weight else [None] * len(self._floats))]
-        # no one bumps the version of BatchNorm's statistics: only a comparison tells whether a unit wrote a buffer
-        changed = [_differs(now, began) for now, began in zip(self._all_buffers(), self._began, strict=True)]
-        self.reduction.add(unit, weight, values, [g is not None for g in gradients] + [False] * len(self._floats))
+        values: Sequence[torch.Tensor | None] = [*gradients, *(floats if weight else [None] * len(floats))]
+        self.reduction.add(unit, weight, values, [g is not None for g in gradients] + [False] * len(floats))
         self._clear_gradients()
-        integers = [b.detach().clone() for b in self._integers.values()] if loss is not None else None
-        self.keep(unit, digest, weight, loss, changed=changed, integers=integers)
+        integers = [b.detach().clone() for b in self._buffers.integers] if loss is not None else None
+        self.keep(unit, digest, weight, loss, changed=self._buffers.changed(), integers=integers)
 
     def keep(
         self,
@@ -138,14 +143,15 @@ class Update:
 
     def reduce(self, word: Word) -> Reduced:
         """The collective phase. Raises ExchangeFailed; the state is then still that of the step's beginning."""
-        self._rewind()
+        self._buffers.rewind()
         units, raw = [], b""
+        num_floats = len(self._buffers.floats)
         present = bytearray(self.reduction.present)
         for u, (loss, changed) in zip(self.collected, self._read_facts(), strict=True):
             digest = ""
-            for j, flag in enumerate(changed[: len(self._floats)]):
+            for j, flag in enumerate(changed[:num_floats]):
                 present[len(self._parameters) + j] |= flag
-            if any(changed[len(self._floats) :]):
+            if any(changed[num_floats:]):
                 raw = b"".join(tensor_bytes(b) for b in u.integers or ())
                 digest = text_digest(raw)[:32]
             units.append(UnitFacts(u.unit, u.digest, u.weight, bits(loss), digest))
@@ -169,11 +175,14 @@ class Update:
         self._check_integers(units)
         self._deliver(reduced)
         failpoint("step.optimizer")
+        self._applying[0] = True
         applied = self._run_optimizers(clip_grad_norm)
+        self._applying[0] = False
         self._clear_gradients()
         if applied:
             for scheduler in self._stack.parts.schedulers.values():
                 scheduler.step()
+        self._epochs = self._scheduler_epochs()
         loss = self._loss(units, reduced.total_weight)
         return Applied(
             loss=loss,
@@ -183,21 +192,16 @@ class Update:
             units=tuple(u.digest for u in units),
         )
 
+    def _scheduler_epochs(self) -> list[Any]:
+        return [getattr(scheduler, "last_epoch", None) for scheduler in self._stack.parts.schedulers.values()]
+
     def _clear_gradients(self) -> None:
         for parameter in self._parameters:
             parameter.grad = None
 
-    def _all_buffers(self) -> list[torch.Tensor]:
-        return [*self._floats, *self._integers.values()]
-
-    @torch.no_grad()
-    def _rewind(self) -> None:
-        for buffer, began in zip(self._all_buffers(), self._began, strict=True):
-            buffer.copy_(began)
-
     @torch.no_grad()
     def _deliver(self, reduced: Reduced) -> None:
-        present = bytearray(len(self._parameters) + len(self._floats))
+        present = bytearray(len(self._parameters) + len(self._buffers.floats))
         for rank in reduced.facts:
             for i, flag in enumerate(rank.present):
                 present[i] |= flag
@@ -205,14 +209,14 @@ class Update:
         for i, parameter in enumerate(self._parameters):
             value = layout.view(reduced.flats, i)
             parameter.grad = _as_gradient(value, parameter) if present[i] else None
-        for j, buffer in enumerate(self._floats):
+        for j, buffer in enumerate(self._buffers.floats):
             i = len(self._parameters) + j
             if present[i]:
                 buffer.copy_(layout.view(reduced.flats, i))
         raw = next((rank.integers for rank in reduced.facts if rank.integers), b"")
         if raw:
             offset = 0
-            for buffer in self._integers.values():
+            for buffer in self._buffers.integers:
                 size = buffer.numel() * buffer.element_size()
                 part = torch.frombuffer(bytearray(raw[offset : offset + size]), dtype=torch.uint8) if size else None
                 if part is not None:
@@ -223,9 +227,12 @@ class Update:
         told = {u.integers for u in units if u.weight}  # "" where a unit left them alone
         if len(told) > 1:
             raise ValueError(
-                f"integer buffers {sorted(self._integers)} came out different from different units of one step, so that no order of units "
+                f"integer buffers {self._integer_names()} came out different from different units of one step, so that no order of units "
                 "gives one result; make them a function of the step only, or keep them outside the model"
             )
+
+    def _integer_names(self) -> list[str]:
+        return sorted(name for name, buffer in self._stack.buffers().items() if not buffer.is_floating_point())
 
     def _run_optimizers(self, clip_grad_norm: float | None) -> bool:
         scaler, optimizers = self._stack.parts.scaler, list(self._stack.parts.optimizers.values())
@@ -254,16 +261,30 @@ class Update:
         return float(next(iter(nodes.values()))) / max(total_weight, 1)
 
 
+def _step_hooks(optimizer: torch.optim.Optimizer, applying: list[bool], ran: dict[int, bool]) -> list[Any]:
+    def before(*_: Any) -> None:
+        if not applying[0]:
+            raise RuntimeError("optimizer.step() was called by the loop: call run.step() instead, which steps the optimizers of Run")
+
+    def after(*_: Any) -> None:
+        ran[id(optimizer)] = True
+
+    return [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
+
+
+def check_clip(norm: float | None) -> None:
+    """ValueError or TypeError unless this is a norm that gradients can be clipped to."""
+    if norm is None:
+        return
+    if isinstance(norm, bool) or not isinstance(norm, int | float):
+        raise TypeError(f"clip_grad_norm={norm!r}: give a number, or leave it out")
+    if not norm > 0:
+        raise ValueError(f"clip_grad_norm={norm!r}: give a norm above 0, or leave it out")
+
+
 def tensor_bytes(tensor: torch.Tensor) -> bytes:
     """A tensor's elements as bytes, in logical order."""
     return bytes(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-
-
-def _differs(now: torch.Tensor, began: torch.Tensor) -> torch.Tensor:
-    """Whether any element has another value (NaN equals NaN); stays on the device."""
-    if now.is_floating_point():
-        return ((now != began) & ~(now.isnan() & began.isnan())).any()
-    return (now != began).any()
 
 
 def _as_gradient(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

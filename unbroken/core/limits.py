@@ -68,6 +68,9 @@ MAX_ATTEMPTS = 3
 MAX_UNITS = 2048
 """Units of a step: the step's journal record, some 45 bytes for each of them, must fit one message."""
 
+MAX_THREADS = 1024
+"""Intra-op threads of a rank; OpenMP ends the process where it cannot start as many as it is told."""
+
 MAX_GLOBAL_BATCH = 1 << 24
 """Samples of a step: 128 MB of ids, far above any batch that still trains."""
 

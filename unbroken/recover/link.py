@@ -155,7 +155,9 @@ class Link:
             warnings.warn(f"{error}; older checkpoints are untouched", SaveWarning, stacklevel=4)
         if self.superseded and aloud:
             print(
-                f"unbroken: {len(self.superseded)} snapshots stayed in memory only: writing takes longer than the interval", file=sys.stderr
+                f"unbroken: {len(self.superseded)} of the snapshots were never on disk, because a newer one came before they were written: "
+                "a larger lose_at_most makes fewer",
+                file=sys.stderr,
             )
         if self.failures and aloud:
             steps = ", ".join(str(f.step) for f in self.failures)

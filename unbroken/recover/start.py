@@ -7,7 +7,7 @@ its root compared, between ranks and with what was saved, so that what trains on
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,6 +64,7 @@ class Start:
     loader_state: dict[str, Any] = field(default_factory=dict)
     stored: Mapping[str, tuple[Piece, bytes]] = field(default_factory=dict)
     root: str = ""
+    opened_with: Mapping[str, str] = field(default_factory=dict)
     _digests: dict[str, str] = field(default_factory=dict)
     _own: bool = False
 
@@ -132,6 +133,7 @@ class Start:
         if plan.state_root and plan.state_root != root:
             raise CheckFailed(f"the state loaded at step {plan.step} has root {root[:16]}, stored was {plan.state_root[:16]}")
         self.root = root
+        self.opened_with = {pointer: found for pointer, (_, found) in live.items()}
         opened = Opened(generation=plan.generation, step=plan.step, loaded_root=root, differences=self.differences)
         together(self.exchange, (lambda: link.ask(opened, Opened)) if self.exchange.rank == 0 else (lambda: None))
         return root
@@ -237,6 +239,11 @@ def _value(stored: tuple[Piece, Any]) -> Any:
     if piece.kind == "container" or piece.dtype in ("py:dict", "py:list", "py:tuple"):
         return _CONTAINER
     return rebuild({piece.pointer: (piece, data)}, piece.pointer)
+
+
+def digests(items: Iterable[Item]) -> dict[str, str]:
+    """Digest by pointer of live pieces."""
+    return {item.piece.pointer: digest(_bytes(item)) for item in items}
 
 
 def fact_items(facts: Mapping[str, Any]) -> list[Item]:
