@@ -21,30 +21,21 @@ from types import TracebackType
 from typing import Any, Unpack
 from weakref import WeakValueDictionary
 
-import torch
-
-from unbroken.capture.cursor import Cursor
-from unbroken.capture.exchange import ExchangeFailed
 from unbroken.capture.loader import Source, as_source
-from unbroken.capture.micro import Batch, Micro
-from unbroken.capture.reduce import Word
-from unbroken.capture.ring import RingUpdate
+from unbroken.capture.micro import Batch
 from unbroken.capture.stack import Parts, Stack, keyed_parts
 from unbroken.capture.streams import Streams
-from unbroken.capture.undo import Undo
-from unbroken.capture.update import Applied, Update, check_clip, scaled
 from unbroken.chaos import arm_from_environment
 from unbroken.cluster.exitcode import use_exit_codes
 from unbroken.cluster.preempt import StopRequest
 from unbroken.config import Options, RunConfig, resolve
 from unbroken.core.errors import UnbrokenError
 from unbroken.core.limits import DRAIN_TIMEOUT_S, EXIT_TIMEOUT_S
-from unbroken.core.ports import Clock, SystemClock, failpoint, position
+from unbroken.core.ports import Clock, SystemClock, position
 from unbroken.keeping import Keeping
 from unbroken.opening import EnvironmentChanged, Opening, device_of, refuse_metric_schedulers, refuse_sync_batch_norm
-from unbroken.order.ledger import unit_digest
-from unbroken.order.units import blocks
 from unbroken.recover.link import SaveWarning, StepLost
+from unbroken.stepping import Stepping
 from unbroken.store.tiers.disk import local_path
 
 __all__ = ["EnvironmentChanged", "Run", "SaveWarning", "StepLost"]
@@ -99,9 +90,8 @@ class Run:
         self._stop = StopRequest()
         self._streams = Streams(seed, device)
         self._stack = Stack(parts, self._streams)
-        self._undo = Undo(parts.extras)
         self._owner = os.getpid()
-        self._scaler, self.loss = scaler, float("nan")
+        self.loss = float("nan")
         self._closed = self._is_overtaken = False
         self._opening = Opening(self._directory, self._config, self._stack, self._source, device, self._clock, moments)
         try:
@@ -121,24 +111,16 @@ class Run:
         self._exchange = opening.exchange
         self._keeping = Keeping(opening, plan, self._counters, self._clock)
         self._stop.install()
-        kind = RingUpdate if self._config.reduce == "ring" else Update
-        self._update = kind(self._stack, opening.num_units, self._exchange)
-        rank, world_size = self._exchange.rank, self._exchange.world_size
-        block = blocks(opening.num_units, world_size)[rank]
-        self._source.bind(units=opening.num_units, block=block, rank=rank, world_size=world_size)
-        self._cursor = Cursor(self._source, block)
-        self._cursor.start(self._counters.step + 1, opening.start.loader_state)
+        self._stepping = Stepping(opening, self._counters, self._keeping)
+        rank = self._exchange.rank
         arm_from_environment(rank, plan.generation, self._keeping.phase)
         position[:] = [self._counters.step + 1, plan.generation]
-        self._attempt = 0
-        self._outcome: bool | None = None
-        self._inside = self._looping = self._torn = False
-        self._words = [Word()]
+        self._looping = False
         self._boundary_open = plan.source == "fresh"
         self._streams_at_start: dict[str, Any] | None = self._streams.read()
         self._versions: Any = self._stack.versions()
         opening.moments["align"] = self._clock.monotonic()
-        opening.announce(plan, self._update.reduction.buffers_bytes, self._keeping.start())
+        opening.announce(plan, self._stepping.gradient_bytes, self._keeping.start())
         atexit.register(self._at_exit)
         earlier = _open_runs.get(self._directory)
         if earlier is not None:
@@ -150,23 +132,20 @@ class Run:
 
         Called while an error leaves the loop, it saves nothing of a step whose boundary was not reached: that state is not whole.
         """
-        if self._boundary_open and self._counters.step and sys.exc_info()[0] is not None:
-            self._torn = True
-        self._close(DRAIN_TIMEOUT_S)
+        self._close(DRAIN_TIMEOUT_S, whole=not (self._boundary_open and self._counters.step and sys.exc_info()[0] is not None))
 
-    def _close(self, timeout_s: float) -> None:
+    def _close(self, timeout_s: float, *, whole: bool = True) -> None:
         if self._closed or os.getpid() != self._owner:  # a forked child has a copy of this object, not the run
             return
         self._closed = True
         atexit.unregister(self._at_exit)
-        self._streams.leave()
         try:
-            if not self._torn:
-                self._give_up_step()
-            if self._torn:
-                text = f"step {self._counters.step + (not self._boundary_open)} was left half-way by an error: what it did is not saved"
-                warnings.warn(text, SaveWarning, stacklevel=3)
-            self._keeping.close(timeout_s, whole=not self._torn)
+            self._stepping.give_up()
+            whole = whole and self._stepping.is_whole
+            if not whole:
+                step = self._counters.step + (not self._boundary_open)
+                warnings.warn(f"step {step} was left half-way by an error: what it did is not saved", SaveWarning, stacklevel=3)
+            self._keeping.close(timeout_s, whole=whole)
         finally:
             self._let_go()
 
@@ -180,8 +159,8 @@ class Run:
     def _let_go(self) -> None:
         """Give back what a failed start or an ended run holds."""
         self._source.close()
-        if hasattr(self, "_update"):
-            self._update.close()
+        if hasattr(self, "_stepping"):
+            self._stepping.close()
         self._opening.close()
         self._stop.remove()
 
@@ -212,7 +191,7 @@ class Run:
             # whatever the script drew or seeded since Run() was made (warm-up, sanity check) must not move the run
             self._streams.write(self._streams_at_start)
             self._streams_at_start = None
-        self._give_up_step()  # the loop may have been left inside one
+        self._stepping.give_up()  # the loop may have been left inside one
         self._require_open()
         self._require_unchanged()
         self._looping = True
@@ -220,12 +199,10 @@ class Run:
             self._boundary()
             if self._at_end() and self._exchange.rank == 0:
                 print(f"unbroken: {self._directory}: nothing to do, all {self._counters.step} steps are done")
-            while not self._at_end() and self._cursor.has_step():
-                self._begin_attempt()
-                yield Batch(self._counters.step + 1, self._micros)
-                if self._inside and self._outcome is None:
-                    raise RuntimeError("the loop asked for the next batch without run.step(); call it once per batch")
-                if self._outcome:
+            while not self._at_end() and self._stepping.has_data():
+                yield self._stepping.begin()
+                self._stepping.end()
+                if self._stepping.was_applied:
                     self._boundary()
         finally:
             self._looping = False
@@ -236,7 +213,7 @@ class Run:
             raise RuntimeError(f"another Run in this process has opened {self._directory} since, and this one gave way to it: use that one")
         if self._closed:  # also true after the loop has ended by itself
             raise RuntimeError("this run is closed; make a new Run to go on")
-        if self._torn:
+        if not self._stepping.is_whole:
             raise RuntimeError("a step was left half-way by an error, so this state is not whole; make a new Run, which goes back")
 
     def _require_unchanged(self) -> None:
@@ -250,54 +227,9 @@ class Run:
                     "before Run(...), else a resumed run would lose what it has learned"
                 )
 
-    def _give_up_step(self) -> None:
-        """Be again as at the last boundary: buffers, gradients, the rank's own streams, the place in the data."""
-        if self._inside:
-            self._inside, self._outcome = False, None
-            self._torn = bool(self._undo.changed())
-            self._update.undo()
-            self._undo.back()
-            self._streams.back()
-            self._cursor.repeat(self._counters.step + 1)
-
-    def _begin_attempt(self) -> None:
-        if self._outcome is not False:
-            self._undo.mark()
-            self._update.begin()
-        self._outcome = None
-        self._inside = True
-
     def _at_end(self) -> bool:
         ends = [n for n in (self._config.total_steps, self._source.num_steps()) if n is not None]
         return bool(ends) and self._counters.step >= min(ends)
-
-    def _micros(self) -> Iterator[Micro]:
-        step = self._counters.step + 1
-        for number in self._cursor.block:
-            unit = self._cursor.take(step, number)
-            self._digest = digest = unit_digest(unit.ids)
-            if unit.weight == 0:
-                self._update.finish_unit(number, digest, 0, None)
-                continue
-            self._update.start_unit()
-            self._streams.enter(step, number)
-            position[0] = step
-            failpoint("step.forward")
-            micro = Micro(unit, self._backward)
-            yield micro
-            self._streams.leave()
-            if not micro.done and self._config.reduce == "ring":
-                self._update.finish_unit(number, digest, unit.weight, None)
-            elif not micro.done:
-                raise RuntimeError(
-                    f"unit {number} of step {step} ended without micro.backward(loss): call it, not loss.backward(), once for each micro, "
-                    "before the next one is taken"
-                )
-
-    def _backward(self, micro: Micro, loss: torch.Tensor) -> None:
-        failpoint("step.backward")
-        scaled(self._scaler, loss).backward()  # type: ignore[no-untyped-call]
-        self._update.finish_unit(micro.unit, self._digest, micro.weight, loss)
 
     def step(self, *, clip_grad_norm: float | None = None) -> bool:
         """Reduce the units' gradients and apply the update on all ranks, or on none.
@@ -307,55 +239,12 @@ class Run:
         Cost: two collectives of the gradient's size in all; see `capture.update`.
         """
         self._require_open()
-        self._streams.leave()
-        if self._outcome is not None:
-            raise RuntimeError("run.step() was called twice for one batch")
-        check_clip(clip_grad_norm)
-        done, due = len(self._update.collected), len(self._cursor.block)
-        if done != due:
-            raise RuntimeError(f"run.step() after {done} of {due} units: iterate over the whole batch")
-        failpoint("step.reduce")
-        try:
-            reduced = self._update.reduce(self._keeping.word(self._stop.requested))
-        except ExchangeFailed as error:
-            self._outcome = False
-            self._refuse(error)
+        applied = self._stepping.step(self._stop.requested, clip_grad_norm, self._clock.monotonic)
+        if applied is None:
             return False
-        self._torn = True  # until everything that belongs to the step is done
-        applied = self._update.apply(reduced, clip_grad_norm)
-        self._outcome = True
-        self._inside = False
-        self._words = [rank.word for rank in reduced.facts]
-        self._count(applied)
-        self._boundary_open, self._torn = True, False
-        failpoint("step.applied")
-        return True
-
-    def _count(self, applied: Applied) -> None:
-        counters = self._counters
-        counters.step += 1
-        counters.samples += applied.num_samples
-        counters.applied += applied.status == "applied"
-        counters.skipped += applied.status == "skipped"
         self.loss = applied.loss
-        self._keeping.stepped(self._attempt, applied, self._clock.monotonic())
-        self._attempt = 0
-
-    def _refuse(self, error: ExchangeFailed) -> None:
-        """A retry in place needs every member's word that it has applied nothing: a failed collective proves nothing about others."""
-        step = self._counters.step + 1
-        self._exchange.abandon()
-        changed = self._undo.changed()
-        if changed:
-            raise StepLost(
-                f"step {step} was refused ({error}) and extras {changed} have changed within it: it starts again from a snapshot"
-            )
-        self._attempt = self._keeping.retry(step, self._attempt, error)
-        self._undo.back()
-        self._update.undo()
-        self._streams.back()
-        self._exchange.connect(f"{self._keeping.generation}/{step}/{self._attempt}")
-        self._cursor.repeat(step)
+        self._boundary_open = True
+        return True
 
     # -- boundaries and snapshots -------------------------------------------------------------------------------------------
 
@@ -366,7 +255,7 @@ class Run:
         wait: the boundary (or this call) returns only when it is durable, and raises SaveFailed with the cause if it is not.
         """
         self._require_open()
-        if self._inside:
+        if self._stepping.is_inside:
             raise RuntimeError("run.save() belongs after run.step() or outside the loop: inside a step there is no whole state to save")
         if self._looping:
             self._keeping.want(milestone, wait)
@@ -376,11 +265,11 @@ class Run:
     def _boundary(self) -> None:
         if self._boundary_open:
             self._boundary_open = False
-            if self._keeping.boundary(self._words, last=self._at_end()):
+            if self._keeping.boundary(self._stepping.words, last=self._at_end()):
                 self._keeping.stopped(self._stop.name)
                 self.close()
                 sys.exit(0)
-        self._streams.mark()
+        self._stepping.mark()
 
 
 def _extras(given: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -113,16 +113,14 @@ def test_missing_and_extra_keys_are_listed_in_one_error_with_all_else(committed:
 def test_other_extras_leave_the_model_untouched(committed: Path) -> None:
     assert refused(committed, Tiny(), extras={"ema": {"w": torch.zeros(4)}, "note": {"k": 2}}).mismatched
     assert refused(committed, Tiny(), extras={"note": {"k": 2}}).unexpected == ("extras.ema",)
-    assert refused(committed, Tiny(), extras={}).unexpected == ("/extras",)
+    assert refused(committed, Tiny(), extras={}).unexpected == ("extras.ema", "extras.note")
 
 
-@pytest.mark.parametrize("other", ["SGD", "none", "two", "fewer groups"])
+@pytest.mark.parametrize("other", ["SGD", "two", "fewer groups"])
 def test_another_optimizer_is_refused(committed: Path, other: str) -> None:
     model = Tiny()
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
-    if other == "none":
-        optimizer = None
-    elif other == "two":
+    if other == "two":
         optimizer = [torch.optim.AdamW(model.body[0].parameters()), torch.optim.AdamW(model.body[3].parameters())]
     elif other == "fewer groups":
         optimizer = torch.optim.AdamW([{"params": model.body[0].parameters()}, {"params": model.body[3].parameters()}])

@@ -142,6 +142,16 @@ WRONG: list[tuple[Callable[[], dict[str, Any]], type[Exception], str]] = [
     (lambda: {"resume": "yes"}, ValueError, "resume='yes'"),
     (lambda: {"steps": 3}, TypeError, r"unknown options \['steps'\]"),
     (lambda: {"seed": -1}, ValueError, "seed must be"),
+    (lambda: {"units": 4000}, ValueError, "at most 2048 micro-batches"),
+    (lambda: {"units": 16}, ValueError, "units=16 with global_batch=8: some units would always be empty"),
+    (lambda: {"threads": 100_000}, ValueError, "at most 1024 per rank"),
+    (lambda: {"optimizer": None}, TypeError, "optimizer= got nothing"),
+    (lambda: {"optimizer": []}, TypeError, "optimizer= got nothing"),
+    (lambda: {"scaler": 3}, TypeError, "pass a torch.amp.GradScaler"),
+    (lambda: {"scheduler": "cosine"}, TypeError, "scheduler= got 'cosine'"),
+    (lambda: {"scheduler": torch.optim.lr_scheduler.StepLR}, TypeError, "made from the optimizer"),
+    (lambda: {"scheduler": torch.optim.lr_scheduler.StepLR(sgd(Tiny()), 1)}, ValueError, "an optimizer that Run was not given"),
+    (lambda: {"extras": [1, 2]}, TypeError, "extras= got a list"),
     (lambda: {"data": samples()}, TypeError, r"not a loader"),
     (lambda: {"data": DataLoader(samples(), shuffle=True), "units": 1}, ValueError, "cannot be restored exactly"),
     (lambda: {"data": [1, 2]}, TypeError, "data="),
@@ -156,6 +166,31 @@ WRONG: list[tuple[Callable[[], dict[str, Any]], type[Exception], str]] = [
         "needs a metric",
     ),
 ]
+
+
+@pytest.mark.parametrize("clip", [-1.0, 0, float("nan")])
+def test_a_norm_that_gradients_cannot_have_is_refused(directory: Path, clip: float) -> None:
+    run = open_run(directory, total_steps=STEPS)
+    for batch in run:
+        for micro in batch:
+            micro.backward(loss_of(run.model, micro))
+        with pytest.raises(ValueError, match="give a norm above 0"):
+            run.step(clip_grad_norm=clip)
+        with pytest.raises(TypeError, match="give a number"):
+            run.step(clip_grad_norm="1")  # type: ignore[arg-type]
+        break
+    assert run.completed == 0
+    run.close()
+
+
+def test_only_a_folders_path_or_a_file_url_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="only a folder's path and file:///path exist yet"):
+        open_run("s3://bucket/run")  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []
+    open_run(f"file://{tmp_path}/run", total_steps=1).close()  # type: ignore[arg-type]
+    assert (tmp_path / "run" / "run.json").exists()
+    end_daemon(tmp_path / "run")
 
 
 @pytest.mark.parametrize("number", range(len(WRONG)))

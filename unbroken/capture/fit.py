@@ -73,7 +73,7 @@ class Fit:
                 mine += [f"{place[1:]}.{text}" for text in getattr(found, theirs, ())]
         else:
             there = live if live else rebuild(self._pieces, place)
-            (self._missing if live else self._unexpected).extend(f"{place}/{name}" for name in there)
+            (self._missing if live else self._unexpected).extend(f"{place[1:]}.{name}" for name in there)
 
     def require(self) -> None:
         """LayoutMismatch if there is any difference."""

@@ -112,8 +112,8 @@ class Batches:
         prefetch_factor: int | None = None,
         multiprocessing_context: Any = None,
     ) -> None:
-        if num_workers < 0:
-            raise ValueError(f"num_workers must be 0 (load in this process) or more, not {num_workers}")
+        if isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 0:
+            raise ValueError(f"num_workers must be 0 (load in this process) or more, not {num_workers!r}")
         self.dataset = dataset
         self.sampler = Sampler(_check_dataset(dataset), global_batch=global_batch, seed=seed, shuffle=shuffle, epochs=epochs)
         self.collate_fn = collate_fn or default_collate
@@ -212,6 +212,11 @@ def as_source(
     rank = int(environment("RANK", "0")) if rank is None else rank
     world_size = int(environment("WORLD_SIZE", "1")) if world_size is None else world_size
     if isinstance(data, Batches):
+        global_batch = data.sampler.order(1).global_batch
+        if units is not None and units > global_batch:
+            raise ValueError(
+                f"units={units} with global_batch={global_batch}: some units would always be empty; give at most as many units"
+            )
         dataset = UnitDataset(_unkeyed(data.dataset), data.collate_fn, keyed=True)
         return OrderedSource("batches", dataset, data.sampler, data.settings, unit_size=None)
     if isinstance(data, DataLoader):

@@ -48,6 +48,10 @@ class Micro:
             raise RuntimeError(f"unit {self.unit} of step {self.step} has had its backward; add several losses up before calling it")
         if not torch.is_tensor(loss) or loss.numel() != 1:
             raise TypeError("micro.backward(loss): loss must be a tensor with one element, the mean over the unit's samples")
+        if not loss.requires_grad:
+            raise RuntimeError(
+                "micro.backward(loss): loss depends on no parameter that is trained (detached, made under no_grad, or all are frozen)"
+            )
         self._backward(self, loss)
         self.done = True
 

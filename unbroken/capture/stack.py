@@ -182,7 +182,8 @@ class Stack:
         return found
 
     def _groups(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-        return [{**group, "params": sorted(self.names[id(p)] for p in group["params"])} for group in optimizer.param_groups]
+        # the members first: an optimizer's own load_state_dict moves them to the end
+        return [{"params": []} | group | {"params": sorted(self.names[id(p)] for p in group["params"])} for group in optimizer.param_groups]
 
     def _state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         named = {self.names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}

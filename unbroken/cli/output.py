@@ -18,9 +18,13 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON documen
 DirArgument = Annotated[str, typer.Argument(metavar="DIR", help="The run folder.", show_default=False)]
 
 
+PIPE_COLUMNS = 4096
+"""A pipe or file has no width: nothing may be cut there."""
+
+
 def console() -> Console:
     """Standard output for people."""
-    return Console(highlight=False, soft_wrap=True)
+    return Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else PIPE_COLUMNS)
 
 
 def say(line: str) -> None:
@@ -55,6 +59,8 @@ def errors_as_exit_codes(as_json: bool) -> Iterator[None]:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(141) from None
+    except OSError as error:
+        raise _fail(error, 1, as_json) from error
 
 
 def _fail(error: Exception, code: int, as_json: bool) -> typer.Exit:

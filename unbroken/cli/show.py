@@ -18,6 +18,8 @@ def command(
 ) -> None:
     """Show a run's facts and newest checkpoint, or with --variables everything a checkpoint holds."""
     with errors_as_exit_codes(as_json):
+        if step is not None and not variables:
+            raise ValueError("--step chooses the checkpoint for --variables: give both, or see `unbroken ls` for all checkpoints")
         if variables:
             _show_variables(directory, step, as_json)
         else:

@@ -47,6 +47,8 @@ def run_demo(directory: str, seed: int, ranks: int, tell: Tell) -> DemoResult:
     is no error: `certified` is False then and `problems` says why.
     """
     root = Path(directory)
+    if root.exists() and not root.is_dir():
+        raise ValueError(f"{directory} is a file: choose a new folder for the demo")
     if root.exists() and any(root.iterdir()):
         raise ValueError(f"{directory} is not empty: choose a new folder for the demo")
     plan = plan_faults(seed, ranks)

@@ -41,10 +41,10 @@ def test_a_missing_second_field_is_named(data: Any) -> None:
 def test_backward_is_once_per_unit() -> None:
     calls: list[torch.Tensor] = []
     made = micro(None, calls)
-    made.backward(torch.ones(()))
+    made.backward(torch.ones((), requires_grad=True))
     assert made.done
     with pytest.raises(RuntimeError, match=r"unit 1 of step 3 has had its backward"):
-        made.backward(torch.ones(()))
+        made.backward(torch.ones((), requires_grad=True))
     assert len(calls) == 1
 
 
@@ -57,13 +57,20 @@ def test_a_loss_that_is_no_single_number_is_refused_before_anything_happens(loss
     assert not made.done and not calls
 
 
+def test_a_loss_that_nothing_depends_on_is_refused() -> None:
+    calls: list[torch.Tensor] = []
+    with pytest.raises(RuntimeError, match="depends on no parameter that is trained"):
+        micro(None, calls).backward(torch.ones(()))
+    assert not calls
+
+
 def test_a_backward_that_fails_may_be_tried_again() -> None:
     def fail(_: Micro, loss: torch.Tensor) -> None:
         raise MemoryError
 
     made = Micro(Unit(1, 0, np.array([0]), 1, None), fail)
     with pytest.raises(MemoryError):
-        made.backward(torch.ones(1, 1))
+        made.backward(torch.ones(1, 1, requires_grad=True))
     assert not made.done
 
 

@@ -310,7 +310,7 @@ CHANGES = {
     "no scaler": "not in the live state: /scaler",
     "extra's shape": "extras",
     "extra": "new",
-    "no extras": "not in the live state: /extras/ema",
+    "no extras": "not in the live state: extras.ema",
     "tied": "running_var",
 }
 

@@ -1,0 +1,174 @@
+"""The stepping half of a run: units in, one update out, applied by all ranks or by none; and back to the last boundary when it is given up.
+
+Everything between two boundaries lives here, everything at a boundary in `keeping`. A step is `whole` again once it has been applied or
+undone; while the optimizers run it is neither, and nothing of it may be saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from unbroken.capture.cursor import Cursor
+from unbroken.capture.exchange import ExchangeFailed
+from unbroken.capture.micro import Batch, Micro
+from unbroken.capture.reduce import Word
+from unbroken.capture.ring import RingUpdate
+from unbroken.capture.undo import Undo
+from unbroken.capture.update import Applied, Update, check_clip, scaled
+from unbroken.core.ports import failpoint, position
+from unbroken.keeping import Keeping
+from unbroken.opening import Opening
+from unbroken.order.ledger import unit_digest
+from unbroken.order.units import blocks
+from unbroken.recover.link import StepLost
+from unbroken.recover.start import Counters
+
+
+class Stepping:
+    """One step at a time, on this rank. All ranks call the same things in the same order."""
+
+    def __init__(self, opening: Opening, counters: Counters, keeping: Keeping) -> None:
+        self._counters = counters
+        self._keeping = keeping
+        self._stack, self._streams = opening.stack, opening.stack.streams
+        self._exchange = opening.exchange
+        self._is_ring = opening.config.reduce == "ring"
+        self._update = (RingUpdate if self._is_ring else Update)(self._stack, opening.num_units, self._exchange)
+        self._undo = Undo(self._stack.parts.extras)
+        rank, world_size = self._exchange.rank, self._exchange.world_size
+        block = blocks(opening.num_units, world_size)[rank]
+        opening.source.bind(units=opening.num_units, block=block, rank=rank, world_size=world_size)
+        self._cursor = Cursor(opening.source, block)
+        self._cursor.start(counters.step + 1, opening.start.loader_state)
+        self._attempt = 0
+        self._digest = ""
+        self._outcome: bool | None = None
+        self.is_inside = False
+        self.is_whole = True
+        self.words = [Word()]
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Memory for gradients set aside."""
+        return self._update.reduction.buffers_bytes
+
+    @property
+    def was_applied(self) -> bool:
+        """Has the step begun last been applied?"""
+        return bool(self._outcome)
+
+    def has_data(self) -> bool:
+        """False when the data have ended."""
+        return self._cursor.has_step()
+
+    def begin(self) -> Batch:
+        """The next step's units, or once more those of a step that was refused."""
+        if self._outcome is not False:
+            self._undo.mark()
+            self._update.begin()
+        self._outcome = None
+        self.is_inside = True
+        return Batch(self._counters.step + 1, self._micros)
+
+    def end(self) -> None:
+        """The loop asks for the next batch. RuntimeError when it has not called run.step()."""
+        if self.is_inside and self._outcome is None:
+            raise RuntimeError("the loop asked for the next batch without run.step(); call it once per batch")
+
+    def give_up(self) -> None:
+        """Return to the last boundary: buffers, gradients, extras, the rank's own streams, the place in the data."""
+        self._streams.leave()
+        if self.is_inside:
+            self.is_inside, self._outcome = False, None
+            self.is_whole = self.is_whole and not self._undo.changed()
+            self._put_back()
+            self._cursor.repeat(self._counters.step + 1)
+
+    def step(self, stop: bool, clip_grad_norm: float | None, now_s: Callable[[], float]) -> Applied | None:
+        """Reduce and apply; None when a collective failed and all is as at the step's beginning. `now_s` is asked when it is done."""
+        self._streams.leave()
+        if self._outcome is not None:
+            raise RuntimeError("run.step() was called twice for one batch")
+        check_clip(clip_grad_norm)
+        done, due = len(self._update.collected), len(self._cursor.block)
+        if done != due:
+            raise RuntimeError(f"run.step() after {done} of {due} units: iterate over the whole batch")
+        failpoint("step.reduce")
+        try:
+            reduced = self._update.reduce(self._keeping.word(stop))
+        except ExchangeFailed as error:
+            self._outcome = False
+            self._refuse(error)
+            return None
+        self.is_whole = False
+        applied = self._update.apply(reduced, clip_grad_norm)
+        self._outcome, self.is_inside = True, False
+        self.words = [rank.word for rank in reduced.facts]
+        self._count(applied)
+        self._keeping.stepped(self._attempt, applied, now_s())
+        self._attempt = 0
+        self.is_whole = True
+        failpoint("step.applied")
+        return applied
+
+    def mark(self) -> None:
+        """A boundary: the loop's own random numbers are those of the next step from here on."""
+        self._streams.mark()
+
+    def close(self) -> None:
+        """Leave the user's objects as they were found."""
+        self._update.close()
+
+    def _micros(self) -> Iterator[Micro]:
+        step = self._counters.step + 1
+        for number in self._cursor.block:
+            unit = self._cursor.take(step, number)
+            self._digest = digest = unit_digest(unit.ids)
+            if unit.weight == 0:
+                self._update.finish_unit(number, digest, 0, None)
+                continue
+            self._update.start_unit()
+            self._streams.enter(step, number)
+            position[0] = step
+            failpoint("step.forward")
+            micro = Micro(unit, self._backward)
+            yield micro
+            self._streams.leave()
+            if not micro.done and self._is_ring:
+                self._update.finish_unit(number, digest, unit.weight, None)
+            elif not micro.done:
+                raise RuntimeError(
+                    f"unit {number} of step {step} ended without micro.backward(loss): call it, not loss.backward(), once for each micro, "
+                    "before the next one is taken"
+                )
+
+    def _backward(self, micro: Micro, loss: torch.Tensor) -> None:
+        failpoint("step.backward")
+        scaled(self._stack.parts.scaler, loss).backward()  # type: ignore[no-untyped-call]
+        self._update.finish_unit(micro.unit, self._digest, micro.weight, loss)
+
+    def _count(self, applied: Applied) -> None:
+        counters = self._counters
+        counters.step += 1
+        counters.samples += applied.num_samples
+        counters.applied += applied.status == "applied"
+        counters.skipped += applied.status == "skipped"
+
+    def _refuse(self, error: ExchangeFailed) -> None:
+        """A retry in place needs every member's word that it has applied nothing: a failed collective proves nothing about others."""
+        step = self._counters.step + 1
+        self._exchange.abandon()
+        changed = self._undo.changed()
+        if changed:
+            raise StepLost(f"step {step} was refused ({error}) and extras {changed} have changed within it: only a snapshot has them whole")
+        self._attempt = self._keeping.retry(step, self._attempt, error)
+        self._put_back()
+        self._exchange.connect(f"{self._keeping.generation}/{step}/{self._attempt}")
+        self._cursor.repeat(step)
+
+    def _put_back(self) -> None:
+        self._update.undo()
+        self._undo.back()
+        self._streams.back()
