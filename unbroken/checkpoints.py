@@ -189,8 +189,7 @@ class Store:
         save = _Save(step, milestone, base, loaded_root, staging, parts)
         self._in_flight.append(step)
         self._background.submit(lambda: self._write(saving, save))
-        if base is not None:
-            self._loaded = None
+        self._loaded = None  # "go back to here" was meant for this save: later steps ascend again, or a repeated one would delete newer
         self._show_notes()
         if wait:
             self.wait()

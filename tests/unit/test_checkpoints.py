@@ -184,6 +184,17 @@ def test_reading_an_older_step_while_going_on_hides_nothing(folder: Path) -> Non
         assert [info.step for info in unbroken.open(folder).steps()] == [10, 20, 30, 40]
 
 
+def test_I10_a_load_counts_for_the_next_save_only(folder: Path) -> None:
+    with saved(folder, 8, 9, 10) as store:
+        store.load()
+        for step in (11, 12, 13):
+            store.save(step, s(step), wait=True)
+        for step in (10, 11, 13):
+            with pytest.raises(Refused, match=f"step {step} does not follow step 13"):
+                store.save(step, s(step))
+        assert [info.step for info in unbroken.open(folder).steps()][-3:] == [11, 12, 13]
+
+
 def test_a_failed_going_back_does_not_let_the_next_save_slip_under_the_old_steps(folder: Path) -> None:
     store = saved(folder, 10, 20, 30)
     store.load(10)
