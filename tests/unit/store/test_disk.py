@@ -191,3 +191,8 @@ def test_a_link_that_succeeded_but_was_called_a_failure_is_a_success(tmp_path: P
     tier = DiskTier(str(tmp_path))
     assert tier.create("a", [b"x"]) == 1
     assert files(tmp_path) == ["a"]
+
+
+def test_missing_folders_above_the_root_are_made(tmp_path: Path) -> None:
+    DiskTier(str(tmp_path / "a" / "b" / "run")).create("x", [b"1"])
+    assert files(tmp_path) == ["a/b/run/x"]

@@ -135,7 +135,8 @@ class DiskTier:
         """Make `folder` and what is missing above it, each name durable; of a folder found, too: who made it may have come no further."""
         if folder in self._durable and os.path.isdir(folder):
             return
-        parent, is_inside_root = os.path.dirname(folder), folder != self.root
+        parent = os.path.dirname(folder)
+        is_inside_root = folder != self.root and folder.startswith(self.root.rstrip(os.sep) + os.sep)
         if is_inside_root or not os.path.isdir(parent):
             self._make_folder(parent)
         if not os.path.isdir(folder):
