@@ -138,11 +138,16 @@ class Writer(Struct, frozen=True, kw_only=True):
 
 
 class GenerationEntry(Struct, frozen=True, kw_only=True, tag="generation"):
-    """Opens `generation`; from here on older generations are fenced. `base_root` is the state root of its base, "" when fresh."""
+    """Opens `generation`; from here on older generations are fenced. `base_root` is the state root of its base, "" when fresh.
+
+    `parent_head` anchors the end of the journal before: the chain value of its last durable line, that of the generation opened
+    just before this one. "" when there was none, when it could not be read, and in entries of older writers.
+    """
 
     generation: Generation
     base_root: str = ""
     source: str = "fresh"
+    parent_head: str = ""
 
 
 class CommitEntry(Struct, frozen=True, kw_only=True, tag="commit"):

@@ -6,6 +6,7 @@ may lag. An entry that is missing or unreadable below the head is damage: noted,
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable
 
@@ -90,6 +91,23 @@ def fold(state: LogState, line: LogEntry) -> LogState:
     return LogState(generations=table, commits=commits, condemned=condemned, pruned=pruned)
 
 
+class Heads:
+    """Collects from log entries how each journal ended when the next generation was opened."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, str] = {}
+
+    def see(self, line: LogEntry) -> None:
+        """Note what one entry says; of several for one generation the first counts."""
+        if isinstance(line.entry, GenerationEntry):
+            self._found.setdefault(line.entry.generation.number, line.entry.parent_head)
+
+    def by_generation(self, state: LogState) -> dict[int, str]:
+        """The end of each journal that has a successor; "" if it is not recorded."""
+        numbers = sorted(g.number for g in state.generations)
+        return {before: self._found.get(number, "") for before, number in itertools.pairwise(numbers)}
+
+
 class Log:
     """The log of one lineage, as far as it has been read. `head` is the last entry's number, -1 when there is none."""
 
@@ -147,8 +165,8 @@ class Log:
             return line
         raise Transient(f"{self._path(self.head + 1)}: lost {_MAX_LOST_SLOTS} slots to other writers")
 
-    def audit(self) -> list[tuple[str, str]]:
-        """Read every entry and compare each with what its successor says of it: (path, what is wrong)."""
+    def audit(self, see: Callable[[LogEntry], None] = lambda line: None) -> list[tuple[str, str]]:
+        """Read every entry and compare each with what its successor says of it: (path, what is wrong). `see` gets the whole ones."""
         bad: dict[str, str] = {}
         before: str | None = None
         for n in range(self.head + 1):
@@ -163,7 +181,14 @@ class Log:
                 if before is not None and line.previous not in ("", before):
                     bad[before_path] = "not the file that its successor was written after"
                 before = digest(raw)
+                see(line)
         return sorted(bad.items())
+
+    def journal_heads(self) -> dict[int, str]:
+        """For each generation but the newest, the end of its journal as the next one found it; "" if that is not recorded. Reads all."""
+        heads = Heads()
+        self.audit(heads.see)
+        return heads.by_generation(self.state)
 
     def _line(self, entry: Entry, writer: Writer, clock: Clock) -> LogEntry:
         n = self.head + 1

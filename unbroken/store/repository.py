@@ -32,6 +32,7 @@ from unbroken.store.catalog import Catalog, Known
 from unbroken.store.collect import Collector
 from unbroken.store.fence import Base, check_base, check_basis, check_borrowed, check_collector, check_writer
 from unbroken.store.holds import Hold, Holds
+from unbroken.store.journal import durable_head
 from unbroken.store.layout import Layout, Part
 from unbroken.store.log import Key, Log, key_of, newest_generation, newest_number, visible
 from unbroken.store.manifests import check_cut, check_manifest, commit_entry, load_manifest, read_pieces, roots
@@ -227,6 +228,7 @@ class Repository:
     ) -> Generation:
         """Open the next generation on a base ("fresh", "memory", "disk"); from here on all older writers are fenced.
 
+        The entry names the end of the journal before, as far as it is on disk: whoever holds lines of it in memory syncs them first.
         Raises Transient when the base cannot be built on any more: read `visible` again and choose anew.
         """
         with self._lock:
@@ -244,7 +246,8 @@ class Repository:
                     nonce=nonce,
                     world_size=world_size,
                 )
-                return GenerationEntry(generation=generation, base_root=base_root, source=source)
+                head = "" if newest is None else durable_head(self.tier, self.lineage, newest.number, newest.nonce)
+                return GenerationEntry(generation=generation, base_root=base_root, source=source, parent_head=head)
 
             entry = self.log.propose(make, writer=writer, clock=clock).entry
             assert isinstance(entry, GenerationEntry)

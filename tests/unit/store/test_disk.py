@@ -196,3 +196,18 @@ def test_a_link_that_succeeded_but_was_called_a_failure_is_a_success(tmp_path: P
 def test_missing_folders_above_the_root_are_made(tmp_path: Path) -> None:
     DiskTier(str(tmp_path / "a" / "b" / "run")).create("x", [b"1"])
     assert files(tmp_path) == ["a/b/run/x"]
+
+
+def test_an_empty_append_that_fails_takes_back_nothing_that_the_writer_added(tmp_path: Path, armed: Callable[..., None]) -> None:
+    tier = DiskTier(str(tmp_path))
+    tier.append("j", b"a\n")
+
+    def strike() -> None:
+        with open(tmp_path / "j", "ab") as file:  # the journal's own writer, in another thread
+            file.write(b"b\n")
+        raise OSError(errno.EIO, "no")
+
+    armed("store.append.before_fsync", strike)
+    with pytest.raises(Permanent):
+        tier.append("j", b"")
+    assert tier.read("j") == b"a\nb\n"

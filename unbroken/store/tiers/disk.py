@@ -208,8 +208,9 @@ def _append_whole(fd: int, data: Buffer) -> None:
         failpoint("store.append.before_fsync")
         os.fsync(fd)
     except OSError:
-        with suppress(OSError):  # the first error is the one to report
-            os.ftruncate(fd, before)
+        if len(data):  # else nothing here is ours to take back: the file's writer may have added to it meanwhile
+            with suppress(OSError):  # the first error is the one to report
+                os.ftruncate(fd, before)
         raise
 
 
