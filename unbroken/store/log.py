@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
 from unbroken.codec.digest import digest
 from unbroken.core.errors import Damaged, Transient
@@ -118,12 +118,13 @@ class Log:
         self.head = -1
         self.damage: list[str] = []
         self._previous = ""
+        self._strays: dict[str, str] = {}
 
     @classmethod
     def open(cls, tier: Tier, lineage: str = "main") -> Log:
         """Read the log from its newest readable summary on. Raises NewerFormat, Transient."""
         log = cls(tier, lineage)
-        log._read_to(log._listed_head())
+        log._read(log._spans(log._listed()))
         log.refresh()
         return log
 
@@ -169,12 +170,13 @@ class Log:
         """Read every entry and compare each with what its successor says of it: (path, what is wrong). `see` gets the whole ones."""
         bad: dict[str, str] = {}
         before: str | None = None
-        for n in range(self.head + 1):
+        for n in self._numbers(bad):
             path, before_path = self._path(n), self._path(n - 1)
             try:
                 line, raw = self._load(n)
             except FileNotFoundError:
-                bad[path], before = "missing", None
+                before = None
+                bad.setdefault(path, "missing")
             except Damaged as e:
                 bad[path], before = e.reason, None
             else:
@@ -183,6 +185,18 @@ class Log:
                 before = digest(raw)
                 see(line)
         return sorted(bad.items())
+
+    def _numbers(self, bad: dict[str, str]) -> Iterator[int]:
+        """What to read up to the head. Of a gap too wide to be asked for the first is yielded; `bad` gets its width, and the strays."""
+        spans = self._spans([*(n for n in self._listed() if n <= self.head), self.head])
+        bad |= self._strays
+        following = 0
+        for span in spans:
+            if span.start > following:
+                bad[self._path(following)] = f"missing, as are all up to entry {span.start - 1}"
+                yield following
+            yield from span
+            following = span.stop
 
     def journal_heads(self) -> dict[int, str]:
         """For each generation but the newest, the end of its journal as the next one found it; "" if that is not recorded. Reads all."""
@@ -211,31 +225,63 @@ class Log:
         if self.head == head:
             raise Transient(f"{self._path(head + 1)}: taken by another writer but not readable yet")
 
-    def _listed_head(self) -> int:
+    def _listed(self) -> list[int]:
         numbers = [paths.number(path) for path in self.tier.list(paths.log_folder(self.lineage)) if path.endswith(".json")]
-        return max((n for n in numbers if n is not None), default=-1)
+        return sorted(n for n in numbers if n is not None)
 
-    def _read_to(self, head: int) -> None:
-        start = self._start(head)
-        for n in range(start, head + 1):
+    def _spans(self, numbers: Iterable[int]) -> list[range]:
+        """What to read: runs of numbers between which more than LOG_SUMMARY_EVERY are missing. So reading is bounded by what is listed.
+
+        A run far beyond the others of which no file is the entry of its number is not ours: it is named as damage and not followed.
+        """
+        spans = [range(0)]
+        for n in numbers:
+            if n - spans[-1].stop > LOG_SUMMARY_EVERY:
+                spans.append(range(n, n))
+            spans[-1] = range(spans[-1].start, n + 1)
+        return [spans[0], *(span for span in spans[1:] if self._is_ours(span))]
+
+    def _is_ours(self, span: range) -> bool:
+        strays: dict[str, str] = {}
+        for n in span:
             try:
-                self._take(self._load(n))
+                self._load(n)
             except FileNotFoundError:
-                self._pass_over(Damaged(self._path(n), "missing"))
-            except Damaged as e:
-                self._pass_over(e)
-
-    def _start(self, head: int) -> int:
-        """The newest entry whose summary can be read, else 0; what precedes it is not read."""
-        for n in range(head - head % LOG_SUMMARY_EVERY, 0, -LOG_SUMMARY_EVERY):
-            try:
-                line, _ = self._load(n)
-            except (FileNotFoundError, Damaged):
                 continue
-            if line.summary is not None:
-                self.state, self.head = line.summary, n - 1
-                return n
-        return 0
+            except Damaged as e:
+                strays[e.path] = f"{e.reason}, and far beyond the other entries: not followed, remove it"
+            else:
+                return True
+        self.damage += [f"{path}: {reason}" for path, reason in strays.items() if path not in self._strays]
+        self._strays |= strays
+        return False
+
+    def _read(self, spans: list[range]) -> None:
+        self._start(spans)
+        for span in spans:
+            if span.start > self.head + 1:
+                self._pass_over(Damaged(self._path(self.head + 1), f"missing, as are all up to entry {span.start - 1}"))
+                self.head = span.start - 1
+            for n in range(self.head + 1, span.stop):
+                try:
+                    self._take(self._load(n))
+                except FileNotFoundError:
+                    self._pass_over(Damaged(self._path(n), "missing"))
+                except Damaged as e:
+                    self._pass_over(e)
+
+    def _start(self, spans: list[range]) -> None:
+        """Begin at the newest entry whose summary can be read; what precedes it is not read."""
+        for span in reversed(spans):
+            head = span.stop - 1
+            for n in range(head - head % LOG_SUMMARY_EVERY, max(span.start - 1, 0), -LOG_SUMMARY_EVERY):
+                try:
+                    line, _ = self._load(n)
+                except (FileNotFoundError, Damaged):
+                    continue
+                if line.summary is not None:
+                    self.state, self.head = line.summary, n - 1
+                    return
 
     def _load(self, n: int) -> tuple[LogEntry, bytes]:
         path = self._path(n)
