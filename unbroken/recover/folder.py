@@ -100,6 +100,7 @@ class RunFolder:
         self._start: _Start | None = None
         self._chronicle: Chronicle | None = None
         self._notes: list[str] = []
+        self._news: list[str] = []
         self._keep: int | None = None
         self._turn = threading.Lock()
         self._is_starting = False
@@ -111,9 +112,10 @@ class RunFolder:
         return self._repository
 
     def changed(self) -> bool:
-        """True if the run that was opened here has been removed or replaced meanwhile; it is forgotten then."""
-        if self._repository is None or self._read_facts() == self._facts_raw:
+        """True if the run opened here has been removed, replaced or put back to an earlier copy meanwhile; it is forgotten then."""
+        if self._repository is None or (self._read_facts() == self._facts_raw and self._repository.is_there()):
             return False
+        self._news.append("the folder was removed, replaced or put back to an earlier copy: what memory held of it is forgotten")
         self._repository, self._facts_raw, self._start, self._chronicle = None, b"", None, None
         self.close()
         return True
@@ -128,7 +130,7 @@ class RunFolder:
             raise ValueError(f"world_size {request.world_size}: must be at least 1")
         with self._turn:  # from here on nothing is removed until `opened`: it may be what this start loads (I2)
             self._is_starting = True
-        self._start, self._notes = None, []
+        self._start, self._notes, self._news = None, self._news, []
         exists = self._open()
         choice, reason = self._choose(request, memory, witnessed, {})
         if not exists:

@@ -138,6 +138,15 @@ class Log:
             except Damaged as e:
                 self._pass_over(e)
 
+    def is_there(self) -> bool:
+        """False when the newest entry read is not in the folder any more, or is another: the log was put back to an earlier copy."""
+        if not self._previous:
+            return True
+        try:
+            return digest(read_bounded(self.tier, self._path(self.head))) == self._previous
+        except (FileNotFoundError, Damaged):
+            return False
+
     def append(self, entry: Entry, *, writer: Writer, clock: Clock, check: Callable[[LogState], None]) -> LogEntry:
         """Write `entry` after `check` has agreed to it; it is durable on return.
 

@@ -115,6 +115,11 @@ class Repository:
             self.log.refresh()
             self._basis = newest_number(self.log.state)
 
+    def is_there(self) -> bool:
+        """False when the folder does not hold the log that was read here: it was put back to an earlier copy, or replaced."""
+        with self._lock:
+            return self.log.is_there()
+
     def visible(self) -> tuple[CommitEntry, ...]:
         """The checkpoints that may be used, ascending by step."""
         return visible(self.log.state)

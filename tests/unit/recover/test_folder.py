@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -56,3 +57,35 @@ def test_a_journal_that_cannot_be_written_does_not_stop_a_start(folder: RunFolde
     arm(APPEND, None)
     first.sync()
     assert folder.repository.verify().ok, "lines that come later are no problem"
+
+
+def put_back(folder: RunFolder, copy: str) -> None:
+    shutil.rmtree(folder.directory)
+    shutil.copytree(copy, folder.directory)
+
+
+def test_a_folder_put_back_to_an_earlier_copy_is_forgotten_and_that_is_said(folder: RunFolder, tmp_path: Path) -> None:
+    open_run(folder)
+    shutil.copytree(folder.directory, tmp_path / "copy")
+    open_run(folder)
+    assert not folder.changed()
+    put_back(folder, str(tmp_path / "copy"))
+    assert folder.changed()
+    plan = folder.begin(Begin(world_size=1, resume="auto", options={}), [], witnessed=True, last_applied=None)
+    assert plan.generation == 1, "generation 1 is not in the folder any more"
+    assert any("put back to an earlier copy" in note for note in plan.notes)
+    folder.opened(Opened(generation=1, step=0, loaded_root=""))
+    assert folder.repository.verify().ok
+    assert not folder.changed()
+
+
+def test_a_folder_whose_newest_entry_is_another_is_forgotten(folder: RunFolder, tmp_path: Path) -> None:
+    open_run(folder)
+    shutil.copytree(folder.directory, tmp_path / "copy")
+    open_run(folder)
+    folder.close()
+    other = RunFolder(str(tmp_path / "copy"), SystemClock(), SystemNonces())
+    open_run(other)
+    other.close()
+    put_back(folder, str(tmp_path / "copy"))
+    assert folder.changed()
