@@ -214,11 +214,7 @@ class Store:
                 pieces = reading.read_commit(repository, commit)
                 return rebuild(pieces) if into is None else load_into(pieces, into, strict=strict, cast=cast)
 
-            if step is None:
-                found = reading.newest_good(repository, use)
-            else:
-                commit = reading.commit_of(repository, step)
-                found = reading.Found(commit, use(commit))
+            found = reading.newest_good(repository, use) if step is None else reading.exactly(repository, step, use)
         self._loaded = found.commit
         self._pass_over(found, repository.log.damage)
         return found.value if into is None else dataclasses.replace(found.value, step=found.commit.step)
@@ -437,7 +433,7 @@ class Archive:
 
         with naming(self._root):
             if step is not None:
-                return use(reading.commit_of(repository, step))
+                return reading.exactly(repository, step, use).value
             found = reading.newest_good(repository, use)
         if found.passed_over:
             reasons = "; ".join(map(str, found.passed_over))
