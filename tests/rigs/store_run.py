@@ -202,8 +202,8 @@ def flipped(tier: MemoryTier, path: str, at: int = 200) -> MemoryTier:
     return with_objects(tier, {path: raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :]})
 
 
-def forget_heads(tier: Tier) -> None:
-    """Make the log one of a writer that did not record how journals end yet."""
+def as_of_an_older_writer(tier: Tier) -> None:
+    """Make the log one of an older writer, which recorded neither how journals end nor, in commits, when they were made."""
     old: list[LogEntry] = []
     Log.open(tier).audit(old.append)
     for line in old:
@@ -213,4 +213,6 @@ def forget_heads(tier: Tier) -> None:
         entry = line.entry
         if isinstance(entry, GenerationEntry):
             entry = msgspec.structs.replace(entry, parent_head="")
+        elif isinstance(entry, CommitEntry):
+            entry = msgspec.structs.replace(entry, time="")
         log.append(entry, writer=WRITER, clock=StillClock(), check=lambda state: None)

@@ -151,9 +151,10 @@ class GenerationEntry(Struct, frozen=True, kw_only=True, tag="generation"):
 
 
 class CommitEntry(Struct, frozen=True, kw_only=True, tag="commit"):
-    """Makes a checkpoint visible. A pure function of the manifests and of the journal up to it.
+    """Makes a checkpoint visible. But for `time` a pure function of the manifests and of the journal up to it.
 
-    `journal_head` is the chain value of the journal line of `step`; `journal_lines` how many lines precede and include it.
+    `time` is UTC, for people; "" in entries of older writers. `journal_head` is the chain value of the journal line of `step`;
+    `journal_lines` how many lines precede and include it.
     """
 
     step: Count
@@ -165,6 +166,7 @@ class CommitEntry(Struct, frozen=True, kw_only=True, tag="commit"):
     size_bytes: Count
     journal_head: str
     journal_lines: Count
+    time: str = ""
 
 
 class CondemnEntry(Struct, frozen=True, kw_only=True, tag="condemn"):

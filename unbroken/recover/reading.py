@@ -192,16 +192,20 @@ def _is_being_written(tier: Tier) -> bool:
 
 
 def commit_times(tier: Tier, lineage: str, head: int, commits: tuple[CommitEntry, ...]) -> Mapping[tuple[int, int], str]:
-    """When each commit's entry was written, by (step, generation). Reads the log backwards until all are found, or as many as can be."""
-    wanted = {(commit.step, commit.generation) for commit in commits}
-    times: dict[tuple[int, int], str] = {}
+    """When each commit was made, by (step, generation). Reads nothing but for commits of older writers, whose entries do not say it.
+
+    For those it reads the log backwards until all are found, or as many as can be.
+    """
+    times = {(commit.step, commit.generation): commit.time for commit in commits if commit.time}
+    wanted = {(commit.step, commit.generation) for commit in commits} - times.keys()
     for n in range(head, -1, -1):
-        if len(times) == len(wanted):
+        if not wanted:
             break
         try:
             line, _ = read_sealed(tier, paths.log_entry(lineage, n), "log", LogEntry)
         except (FileNotFoundError, Damaged):
             continue  # safe: a time is only shown to people; the damage is in log.damage
         if isinstance(line.entry, CommitEntry) and (line.entry.step, line.entry.generation) in wanted:
-            times.setdefault((line.entry.step, line.entry.generation), line.time)
+            times[line.entry.step, line.entry.generation] = line.time
+            wanted.remove((line.entry.step, line.entry.generation))
     return times

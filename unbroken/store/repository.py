@@ -207,7 +207,7 @@ class Repository:
         """
         check_cut([manifest for manifest, _ in manifests])
         first = manifests[0][0]
-        entry = commit_entry(manifests, milestone, journal_head, journal_lines)
+        entry = commit_entry(manifests, milestone, journal_head, journal_lines, clock.utc())
 
         def make(state: LogState) -> CommitEntry:
             check_writer(state, first, self._opened)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.rigs.store_run import forget_heads
+from tests.rigs.store_run import as_of_an_older_writer
 from tests.rigs.synthetic_run import WRITER, SyntheticRun, interrupted, uninterrupted
 from unbroken.core.errors import ForeignFolder, NoCheckpoint
 from unbroken.core.ports import Tier
@@ -183,7 +183,7 @@ def test_a_journal_that_was_never_written_is_no_problem() -> None:
 def test_I3_a_missing_journal_whose_end_nobody_recorded_is_named() -> None:
     tier = MemoryTier()
     superseded(tier)
-    forget_heads(tier)
+    as_of_an_older_writer(tier)
     assert certify(tier).certified
     tier.delete("runs/main/journal/00000001.jsonl")
     assert_refused(certify(tier), r"journal/00000001\.jsonl: missing, though a later generation was opened after it")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.rigs.store_run import load, objects_of, start, whole_value
+from tests.rigs.store_run import StillClock, as_of_an_older_writer, load, objects_of, start, whole_value
 from unbroken.core.errors import Damaged, NoCheckpoint
 from unbroken.core.records import CommitEntry
-from unbroken.recover.reading import exactly, newest_good
+from unbroken.recover.reading import commit_times, exactly, newest_good
 from unbroken.store.repository import Repository
 from unbroken.store.tiers.memory import MemoryTier
 
@@ -73,3 +73,26 @@ def test_a_checkpoint_committed_since_the_log_was_read_is_not_called_lost() -> N
     trainer.save(20)
     found = newest_good(reader, lambda commit: whole_value(load(reader, commit)))
     assert (found.commit.step, found.passed_over) == (10, ())
+
+
+class Counting(MemoryTier):
+    reads = 0
+
+    def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
+        self.reads += 1
+        return super().read(path, offset, length)
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_the_time_of_a_commit_stands_in_its_entry_and_is_looked_for_only_in_older_logs(is_old: bool) -> None:
+    tier = Counting()
+    trainer = start(tier)
+    for step in (10, 20, 30):
+        trainer.save(step)
+    if is_old:
+        as_of_an_older_writer(tier)
+    reader = Repository.open(tier)
+    tier.reads = 0
+    times = commit_times(tier, "main", reader.log.head, reader.visible())
+    assert times == {(step, 0): StillClock().utc() for step in (10, 20, 30)}
+    assert tier.reads == (3 if is_old else 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.rigs.store_run import WRITER, StillClock, forget_heads, objects_of, part, start, state
+from tests.rigs.store_run import WRITER, StillClock, as_of_an_older_writer, objects_of, part, start, state
 from unbroken.core.errors import Damaged, NewerFormat
 from unbroken.core.limits import CHUNK_BYTES
 from unbroken.core.records import RootRecord
@@ -103,7 +103,7 @@ def two_journals(*, is_recorded: bool = True) -> tuple[MemoryTier, str]:
     newest.save(20)
     path = paths.journal("main", 1)
     if not is_recorded:
-        forget_heads(tier)
+        as_of_an_older_writer(tier)
     return tier, path
 
 
