@@ -78,6 +78,9 @@ class Repository:
     @staticmethod
     def exists(tier: Tier) -> bool:
         """True when a run lies here, False when nothing does. Raises ForeignFolder, and Damaged for a run without its run.json."""
+        with suppress(FileNotFoundError, Permanent):  # a listing walks the whole folder: only where there is no run has one to be made
+            tier.size(paths.RUN)
+            return True
         found = [path for path in tier.list("") if not path.startswith(".")]
         if paths.RUN in found:
             return True
