@@ -157,7 +157,7 @@ class Store:
         self._is_closed = False
         weakref.finalize(self, _report_unseen, self._failures)
 
-    def save(self, step: int, state: Any, wait: bool = False, milestone: bool = False) -> None:
+    def save(self, step: int, state: Any, *, wait: bool = False, milestone: bool = False) -> None:
         """Save `state` as the checkpoint of `step`. Returns when it has been copied; writing goes on in the background.
 
         Cost here: one copy of the state at memory bandwidth, 3 us per value; two saves may be in flight, a third waits. Steps ascend;
@@ -194,7 +194,7 @@ class Store:
         if wait:
             self.wait()
 
-    def load(self, step: int | None = None, into: Any = None, strict: bool = True, cast: bool = False) -> Any:
+    def load(self, step: int | None = None, *, into: Any = None, strict: bool = True, cast: bool = False) -> Any:
         """The state of `step`, or of the newest good checkpoint. Saves of this Store in flight are waited for first.
 
         Without `into` the state is made anew, tensors on the CPU. With `into` (a dict, module, ...) it is loaded in place and a LoadReport

@@ -48,6 +48,15 @@ def test_nothing_is_made_before_the_first_save(folder: Path) -> None:
     assert not folder.exists()
 
 
+def test_switches_are_named_where_they_are_set(folder: Path) -> None:
+    store: Any = Store(folder)
+    with pytest.raises(TypeError, match="positional"):
+        store.save(10, s(10), True)
+    with pytest.raises(TypeError, match="positional"):
+        store.load(10, {})
+    assert not folder.exists()
+
+
 @pytest.mark.parametrize("url", ["s3://bucket/x", "gs://b", "http://host/x", "file://host/x", ""])
 def test_urls_of_other_kinds_are_refused(url: str) -> None:
     with pytest.raises(ValueError, match="path"):
