@@ -27,17 +27,27 @@ _KEEP_CACHED_BYTES = 1 << 20
 
 
 def local_path(url: str | os.PathLike[str]) -> str:
-    """The folder that a path or file:// URL names. ValueError for other schemes."""
+    """The folder that a path or file:// URL names. ValueError for other schemes, and for a folder whose name is not UTF-8."""
     text = os.fspath(url)
     if not text:
         raise ValueError("the folder's name is empty: pass a path, or file:///path")
     scheme, separator, _ = text.partition("://")
     if not separator:
-        return text
+        return _checked(text)
     parts = urllib.parse.urlsplit(text)
     if scheme != "file" or parts.netloc not in ("", "localhost") or not parts.path:
         raise ValueError(f"{text!r}: only a folder's path and file:///path exist yet")
-    return urllib.parse.unquote(parts.path)
+    return _checked(urllib.parse.unquote(parts.path, errors="surrogateescape"))
+
+
+def _checked(path: str) -> str:
+    """The path itself: its name stands in messages, logs and addresses, which are UTF-8."""
+    absolute = os.path.abspath(path)
+    try:
+        absolute.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{absolute!r}: the name of the folder is not UTF-8: rename it, or choose another path") from None
+    return path
 
 
 class DiskTier:
