@@ -157,7 +157,7 @@ class Store:
         self._is_closed = False
         weakref.finalize(self, _report_unseen, self._failures)
 
-    def save(self, step: int, state: Any, wait: bool = False, milestone: bool = False) -> None:
+    def save(self, step: int, state: Any, *, wait: bool = False, milestone: bool = False) -> None:
         """Save `state` as the checkpoint of `step`. Returns when it has been copied; writing goes on in the background.
 
         Cost here: one copy of the state at memory bandwidth, 3 us per value; two saves may be in flight, a third waits. Steps ascend;
@@ -189,13 +189,12 @@ class Store:
         save = _Save(step, milestone, base, loaded_root, staging, parts)
         self._in_flight.append(step)
         self._background.submit(lambda: self._write(saving, save))
-        if base is not None:
-            self._loaded = None
+        self._loaded = None  # "go back to here" was meant for this save: later steps ascend again, or a repeated one would delete newer
         self._show_notes()
         if wait:
             self.wait()
 
-    def load(self, step: int | None = None, into: Any = None, strict: bool = True, cast: bool = False) -> Any:
+    def load(self, step: int | None = None, *, into: Any = None, strict: bool = True, cast: bool = False) -> Any:
         """The state of `step`, or of the newest good checkpoint. Saves of this Store in flight are waited for first.
 
         Without `into` the state is made anew, tensors on the CPU. With `into` (a dict, module, ...) it is loaded in place and a LoadReport
@@ -215,11 +214,7 @@ class Store:
                 pieces = reading.read_commit(repository, commit)
                 return rebuild(pieces) if into is None else load_into(pieces, into, strict=strict, cast=cast)
 
-            if step is None:
-                found = reading.newest_good(repository, use)
-            else:
-                commit = reading.commit_of(repository, step)
-                found = reading.Found(commit, use(commit))
+            found = reading.newest_good(repository, use) if step is None else reading.exactly(repository, step, use)
         self._loaded = found.commit
         self._pass_over(found, repository.log.damage)
         return found.value if into is None else dataclasses.replace(found.value, step=found.commit.step)
@@ -438,7 +433,7 @@ class Archive:
 
         with naming(self._root):
             if step is not None:
-                return use(reading.commit_of(repository, step))
+                return reading.exactly(repository, step, use).value
             found = reading.newest_good(repository, use)
         if found.passed_over:
             reasons = "; ".join(map(str, found.passed_over))

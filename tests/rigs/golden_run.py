@@ -1,7 +1,7 @@
 """The run that the golden files hold: `write(root)` makes it anew, byte by byte the same as long as the format is.
 
 To renew the files after a wanted change of format: `python -c "from tests.rigs.golden_run import write; write('tests/golden/vN/run')"`,
-in a new folder; the old ones stay, because old files must stay readable.
+in a new folder; the old ones stay, because old files must stay readable. `v1` is as first written, `v1b` has the fields added since.
 """
 
 from __future__ import annotations

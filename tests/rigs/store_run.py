@@ -7,11 +7,15 @@ import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+import msgspec
+
 from unbroken.codec.digest import text_digest
 from unbroken.core.errors import Damaged, NoCheckpoint
 from unbroken.core.ports import Nonces, Tier
-from unbroken.core.records import CommitEntry, Generation, Manifest, Piece, RootRecord, RunFacts, Writer
+from unbroken.core.records import CommitEntry, Generation, GenerationEntry, LogEntry, Manifest, Piece, RootRecord, RunFacts, Writer
+from unbroken.store import paths
 from unbroken.store.journal import JournalWriter
+from unbroken.store.log import Log
 from unbroken.store.repository import Part, Repository
 from unbroken.store.tiers.memory import MemoryTier
 
@@ -196,3 +200,19 @@ def flipped(tier: MemoryTier, path: str, at: int = 200) -> MemoryTier:
     """A copy in which one bit of one object is another."""
     raw = tier.read(path)
     return with_objects(tier, {path: raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :]})
+
+
+def as_of_an_older_writer(tier: Tier) -> None:
+    """Make the log one of an older writer, which recorded neither how journals end nor, in commits, when they were made."""
+    old: list[LogEntry] = []
+    Log.open(tier).audit(old.append)
+    for line in old:
+        tier.delete(paths.log_entry("main", line.n))
+    log = Log.open(tier)
+    for line in old:
+        entry = line.entry
+        if isinstance(entry, GenerationEntry):
+            entry = msgspec.structs.replace(entry, parent_head="")
+        elif isinstance(entry, CommitEntry):
+            entry = msgspec.structs.replace(entry, time="")
+        log.append(entry, writer=WRITER, clock=StillClock(), check=lambda state: None)

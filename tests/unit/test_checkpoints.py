@@ -48,6 +48,15 @@ def test_nothing_is_made_before_the_first_save(folder: Path) -> None:
     assert not folder.exists()
 
 
+def test_switches_are_named_where_they_are_set(folder: Path) -> None:
+    store: Any = Store(folder)
+    with pytest.raises(TypeError, match="positional"):
+        store.save(10, s(10), True)
+    with pytest.raises(TypeError, match="positional"):
+        store.load(10, {})
+    assert not folder.exists()
+
+
 @pytest.mark.parametrize("url", ["s3://bucket/x", "gs://b", "http://host/x", "file://host/x", ""])
 def test_urls_of_other_kinds_are_refused(url: str) -> None:
     with pytest.raises(ValueError, match="path"):
@@ -182,6 +191,17 @@ def test_reading_an_older_step_while_going_on_hides_nothing(folder: Path) -> Non
         store.load(10)
         store.save(40, s(40), wait=True)
         assert [info.step for info in unbroken.open(folder).steps()] == [10, 20, 30, 40]
+
+
+def test_I10_a_load_counts_for_the_next_save_only(folder: Path) -> None:
+    with saved(folder, 8, 9, 10) as store:
+        store.load()
+        for step in (11, 12, 13):
+            store.save(step, s(step), wait=True)
+        for step in (10, 11, 13):
+            with pytest.raises(Refused, match=f"step {step} does not follow step 13"):
+                store.save(step, s(step))
+        assert [info.step for info in unbroken.open(folder).steps()][-3:] == [11, 12, 13]
 
 
 def test_a_failed_going_back_does_not_let_the_next_save_slip_under_the_old_steps(folder: Path) -> None:

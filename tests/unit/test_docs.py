@@ -26,7 +26,8 @@ from unbroken.store.log import LOG_SUMMARY_EVERY
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
-GOLDEN = ROOT / "tests" / "golden" / "v1" / "run"
+GOLDENS = [ROOT / "tests" / "golden" / name / "run" for name in ("v1", "v1b")]
+GOLDEN = GOLDENS[-1]
 NONCE = "0123456789abcdef" * 2
 
 
@@ -267,8 +268,9 @@ def test_numbers_on_the_page_are_those_of_the_code() -> None:
         assert number in page
 
 
-def test_a_reader_written_from_the_page_reads_the_golden_run() -> None:
-    folder = Folder(GOLDEN)
+@pytest.mark.parametrize("golden", GOLDENS, ids=lambda path: path.parent.name)
+def test_a_reader_written_from_the_page_reads_the_golden_run(golden: Path) -> None:
+    folder = Folder(golden)
     assert [(commit["step"], commit["generation"]) for commit in folder.visible()] == [(2, 0), (3, 1)]
     for commit in folder.visible():
         assert folder.pieces(commit)

@@ -138,17 +138,23 @@ class Writer(Struct, frozen=True, kw_only=True):
 
 
 class GenerationEntry(Struct, frozen=True, kw_only=True, tag="generation"):
-    """Opens `generation`; from here on older generations are fenced. `base_root` is the state root of its base, "" when fresh."""
+    """Opens `generation`; from here on older generations are fenced. `base_root` is the state root of its base, "" when fresh.
+
+    `parent_head` anchors the end of the journal before: the chain value of its last durable line, that of the generation opened
+    just before this one. "" when there was none, when it could not be read, and in entries of older writers.
+    """
 
     generation: Generation
     base_root: str = ""
     source: str = "fresh"
+    parent_head: str = ""
 
 
 class CommitEntry(Struct, frozen=True, kw_only=True, tag="commit"):
-    """Makes a checkpoint visible. A pure function of the manifests and of the journal up to it.
+    """Makes a checkpoint visible. But for `time` a pure function of the manifests and of the journal up to it.
 
-    `journal_head` is the chain value of the journal line of `step`; `journal_lines` how many lines precede and include it.
+    `time` is UTC, for people; "" in entries of older writers. `journal_head` is the chain value of the journal line of `step`;
+    `journal_lines` how many lines precede and include it.
     """
 
     step: Count
@@ -160,6 +166,7 @@ class CommitEntry(Struct, frozen=True, kw_only=True, tag="commit"):
     size_bytes: Count
     journal_head: str
     journal_lines: Count
+    time: str = ""
 
 
 class CondemnEntry(Struct, frozen=True, kw_only=True, tag="condemn"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import msgspec
@@ -97,7 +98,9 @@ class RunFolder:
         self._repository: Repository | None = None
         self._facts_raw = b""
         self._start: _Start | None = None
+        self._chronicle: Chronicle | None = None
         self._notes: list[str] = []
+        self._news: list[str] = []
         self._keep: int | None = None
         self._turn = threading.Lock()
         self._is_starting = False
@@ -109,10 +112,11 @@ class RunFolder:
         return self._repository
 
     def changed(self) -> bool:
-        """True if the run that was opened here has been removed or replaced meanwhile; it is forgotten then."""
-        if self._repository is None or self._read_facts() == self._facts_raw:
+        """True if the run opened here has been removed, replaced or put back to an earlier copy meanwhile; it is forgotten then."""
+        if self._repository is None or (self._read_facts() == self._facts_raw and self._repository.is_there()):
             return False
-        self._repository, self._facts_raw, self._start = None, b"", None
+        self._news.append("the folder was removed, replaced or put back to an earlier copy: what memory held of it is forgotten")
+        self._repository, self._facts_raw, self._start, self._chronicle = None, b"", None, None
         self.close()
         return True
 
@@ -126,7 +130,7 @@ class RunFolder:
             raise ValueError(f"world_size {request.world_size}: must be at least 1")
         with self._turn:  # from here on nothing is removed until `opened`: it may be what this start loads (I2)
             self._is_starting = True
-        self._start, self._notes = None, []
+        self._start, self._notes, self._news = None, self._news, []
         exists = self._open()
         choice, reason = self._choose(request, memory, witnessed, {})
         if not exists:
@@ -164,6 +168,7 @@ class RunFolder:
             facts = RunFacts(run_id=plan.run_id, created=self.clock.utc(), options=plan.options)
             self._repository = Repository.create(self._tier, facts)
             self._facts_raw = self._read_facts()
+        self._sync_journal()
         entry = self._repository.open_generation(
             base_step=choice.step,
             base_root=message.loaded_root,
@@ -176,7 +181,7 @@ class RunFolder:
         if entry.number != plan.generation:
             raise Refused(f"generation {plan.generation} was planned but {entry.number} opened: somebody else wrote to {self.directory}")
         self._start, self._is_starting = None, False
-        chronicle = Chronicle(self._tier, self._repository.lineage, entry)
+        self._chronicle = chronicle = Chronicle(self._tier, self._repository.lineage, entry)
         begin = BeginRecord(
             generation=entry.number,
             base_step=entry.base_step,
@@ -202,6 +207,12 @@ class RunFolder:
         if self._lease is not None:
             self._lease.release()
             self._lease = None
+
+    def _sync_journal(self) -> None:
+        """The generation entry to come anchors the journal before as it is on disk: what is still in memory should be there, too."""
+        if self._chronicle is not None:
+            with suppress(OSError, UnbrokenError):  # safe: the start needs no line of it, and the drain tries again and says why
+                self._chronicle.sync()
 
     def _started(self) -> _Start:
         if self._start is None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from unbroken.core.errors import Damaged
 from unbroken.core.records import BeginRecord, CommitEntry, Generation, JournalLine, RootRecord, StepRecord
 from unbroken.store import paths
-from unbroken.store.journal import read_journal
+from unbroken.store.journal import first_chain, read_journal
 from unbroken.store.log import reach
 from unbroken.store.repository import Repository
 
@@ -119,8 +119,6 @@ class _Reader:
         try:
             for number, line in enumerate(lines, start=1):
                 self._take(number, line)
-        except FileNotFoundError:
-            pass
         except Damaged as damaged:
             self._problem(f"{damaged.path}: {damaged.reason}")
             return
@@ -175,6 +173,8 @@ class _Reader:
 
     def _check_end(self, lines: int) -> None:
         attempt = self._attempt
+        if not lines and self._must_exist():
+            self._problem(f"{self._path}: missing, though a later generation was opened after it")
         if lines and attempt.begin is None:
             self._problem(f"{self._path} line 1: is not the begin of generation {attempt.generation.number}")
         if attempt.last < attempt.end:
@@ -182,6 +182,12 @@ class _Reader:
         for commits in self._heads.values():
             for commit in commits:
                 self._problem(f"{self._path}: ends before line {commit.journal_lines}, which the commit of step {commit.step} names")
+
+    def _must_exist(self) -> bool:
+        """Whether lines are missing: a later generation has ended this one, and did not find that it had never got as far as a line."""
+        generation = self._attempt.generation
+        empty = first_chain(generation.number, generation.nonce)
+        return self._repository.log.journal_heads().get(generation.number, empty) != empty
 
     def _problem(self, text: str) -> None:
         if len(self._history.problems) < MAX_PROBLEMS:

@@ -22,6 +22,8 @@ T = TypeVar("T")
 Wanted = Callable[[StoredPiece], bool]
 
 _MAX_LISTED = 20
+_MAX_TRIES = 16
+"""Of a reader that retention outruns: each one begins at the newest checkpoint, which is withdrawn last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,14 +100,40 @@ def commit_of(repository: Repository, step: int) -> CommitEntry:
     raise NoCheckpoint(f"no checkpoint of step {step}{why}; {_listed(commits)}")
 
 
+def exactly(repository: Repository, step: int, use: Callable[[CommitEntry], T]) -> Found[T]:
+    """The checkpoint of this step; Damaged if it is not whole, NoCheckpoint if there is none, also if it was withdrawn meanwhile."""
+    commit = commit_of(repository, step)
+    try:
+        return Found(commit, use(commit))
+    except Damaged:
+        if _is_withdrawn(repository, commit):
+            commit_of(repository, step)  # says what there is now
+        raise
+
+
+def _is_withdrawn(repository: Repository, commit: CommitEntry) -> bool:
+    """True if the log, read again, does not hold this commit any more: then its objects may go at any time."""
+    repository.refresh()
+    return all((c.step, c.generation) != (commit.step, commit.generation) for c in repository.log.state.commits)
+
+
 def newest_good(repository: Repository, use: Callable[[CommitEntry], T]) -> Found[T]:
-    """The newest checkpoint that `use` finds whole; where it raises Damaged an older one is tried. NoCheckpoint lists all reasons."""
+    """The newest checkpoint that `use` finds whole; where it raises Damaged an older one is tried. NoCheckpoint lists all reasons.
+
+    A checkpoint that was withdrawn while it was read (retention) was not damaged: the choice is made anew from the log as it is then.
+    """
     passed: list[PassedOver] = []
-    for commit in reversed(repository.visible()):
-        try:
-            return Found(commit, use(commit), (*_uncommitted(repository, commit.step), *passed))
-        except Damaged as error:
-            passed.append(PassedOver(commit.step, commit.generation, (error.path,), str(error)))
+    for _ in range(_MAX_TRIES):
+        passed.clear()
+        for commit in reversed(repository.visible()):
+            try:
+                return Found(commit, use(commit), (*_uncommitted(repository, commit.step), *passed))
+            except Damaged as error:
+                passed.append(PassedOver(commit.step, commit.generation, (error.path,), str(error)))
+                if _is_withdrawn(repository, commit):
+                    break
+        else:
+            break
     reasons = [*map(str, passed), *map(str, _uncommitted(repository, -1)), *repository.log.damage[:_MAX_LISTED]]
     reasons += [f"step {c.step}: condemned ({c.reason})" for c in repository.log.state.condemned[-_MAX_LISTED:]]
     if reasons:
@@ -130,14 +158,16 @@ def newest_plausible(repository: Repository) -> CommitEntry | None:
 
 def _uncommitted(repository: Repository, newer_than: int) -> Iterator[PassedOver]:
     """Newer steps of which a manifest lies here but no log entry speaks: the commit was cut off, or its entry has been lost."""
-    state = repository.log.state
     if _is_being_written(repository.tier):
         return
+    manifests = repository.tier.list(paths.MANIFESTS)
+    repository.refresh()  # after the listing: an entry that was written since we read the log is neither damaged nor lost
+    state = repository.log.state
     known = {ref.path for commit in state.commits for ref in commit.manifests}
     gone = set(state.pruned) | {(c.step, c.generation) for c in state.condemned}
     damage = [text for text in repository.log.damage if text]
     seen: set[int] = set()
-    for path in repository.tier.list(paths.MANIFESTS):
+    for path in manifests:
         name = paths.manifest_name(path)
         if name is None or path in known or name.step <= newer_than or name.step in seen or (name.step, name.generation) in gone:
             continue
@@ -162,16 +192,20 @@ def _is_being_written(tier: Tier) -> bool:
 
 
 def commit_times(tier: Tier, lineage: str, head: int, commits: tuple[CommitEntry, ...]) -> Mapping[tuple[int, int], str]:
-    """When each commit's entry was written, by (step, generation). Reads the log backwards until all are found, or as many as can be."""
-    wanted = {(commit.step, commit.generation) for commit in commits}
-    times: dict[tuple[int, int], str] = {}
+    """When each commit was made, by (step, generation). Reads nothing but for commits of older writers, whose entries do not say it.
+
+    For those it reads the log backwards until all are found, or as many as can be.
+    """
+    times = {(commit.step, commit.generation): commit.time for commit in commits if commit.time}
+    wanted = {(commit.step, commit.generation) for commit in commits} - times.keys()
     for n in range(head, -1, -1):
-        if len(times) == len(wanted):
+        if not wanted:
             break
         try:
             line, _ = read_sealed(tier, paths.log_entry(lineage, n), "log", LogEntry)
         except (FileNotFoundError, Damaged):
             continue  # safe: a time is only shown to people; the damage is in log.damage
         if isinstance(line.entry, CommitEntry) and (line.entry.step, line.entry.generation) in wanted:
-            times.setdefault((line.entry.step, line.entry.generation), line.time)
+            times[line.entry.step, line.entry.generation] = line.time
+            wanted.remove((line.entry.step, line.entry.generation))
     return times

@@ -13,7 +13,7 @@ from unbroken.core.records import CommitEntry, Generation, LogState, Manifest, R
 from unbroken.store import paths
 from unbroken.store.catalog import condemned_objects
 from unbroken.store.journal import first_chain, read_journal
-from unbroken.store.log import Key, Log, key_of, visible
+from unbroken.store.log import Heads, Key, Log, key_of, visible
 from unbroken.store.manifests import check_cut, is_cut_at_leaves, load_manifest, read_pieces
 from unbroken.store.packs import Packed, audit_pack, packed
 from unbroken.store.sealed import read_sealed
@@ -62,6 +62,7 @@ class _Audit:
         self._known_bad: set[str] = set()
         self._condemned: set[Key] = set()
         self._may_lack_prunes = False
+        self._heads: dict[int, str] = {}
         self._packs: dict[str, dict[Packed, list[bytes]] | None] = {}
         self._reasons: dict[str, str] = {}
         self._chunks: set[tuple[str, int]] = set()
@@ -82,7 +83,9 @@ class _Audit:
 
     def log(self) -> Log:
         log = Log.open(self._tier, self._lineage)
-        damage = dict(log.audit())
+        heads = Heads()
+        damage = dict(log.audit(heads.see))
+        self._heads = heads.by_generation(log.state)
         self._lasting |= damage
         self._may_lack_prunes = bool(damage)
         self._known_bad = condemned_objects(log.state)
@@ -90,7 +93,7 @@ class _Audit:
         return log
 
     def journals(self, state: LogState) -> None:
-        """Each generation's chain from its nonce on, and the place of every commit in it."""
+        """Each generation's chain from its nonce on, the place of every commit in it, and the end that the next generation found."""
         for generation in state.generations:
             commits = [c for c in state.commits if c.generation == generation.number and key_of(c) not in self._condemned]
             try:
@@ -147,8 +150,11 @@ class _Audit:
         for c in commits:
             wanted.setdefault(c.journal_lines, []).append(c)
         chain, count = first_chain(generation.number, generation.nonce), 0
+        end = self._heads.get(generation.number, "")
+        has_end = not end
         lines = read_journal(self._tier, self._lineage, generation.number, generation.nonce)
         while True:
+            has_end = has_end or chain == end
             for commit in wanted.pop(count, ()):
                 if commit.journal_head != chain:
                     raise Damaged(path, f"after {count} lines the chain is not the one that the commit of step {commit.step} names")
@@ -158,6 +164,10 @@ class _Audit:
             chain, count = line.chain, count + 1
         if wanted:
             raise Damaged(path, f"ends after {count} lines where a commit counts {max(wanted)}")
+        if not has_end:
+            raise Damaged(
+                path, f"{f'ends after {count} lines' if count else 'missing'}, without the last one that the next generation found"
+            )
 
     def _manifest(self, manifest: Manifest) -> dict[str, str]:
         found: dict[str, str] = {}

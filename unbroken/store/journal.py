@@ -17,7 +17,7 @@ from blake3 import blake3
 from msgspec import Raw, Struct
 
 from unbroken.codec.digest import text_digest
-from unbroken.core.errors import Damaged, Permanent
+from unbroken.core.errors import Damaged, Permanent, StoreError
 from unbroken.core.limits import MAX_JOURNAL_LINE_BYTES
 from unbroken.core.ports import Tier, failpoint
 from unbroken.core.records import Digest, JournalLine, Record
@@ -143,6 +143,27 @@ def chain_after(tier: Tier, lineage: str, generation: int, nonce: str, num_lines
         if count == num_lines:
             return line.chain
     raise Damaged(paths.journal(lineage, generation), f"ends after {count} lines where a commit counts {num_lines}")
+
+
+def durable_head(tier: Tier, lineage: str, generation: int, nonce: str) -> str:
+    """Chain value of the last complete line, durable on return; `first_chain` when there is none, "" when it cannot be read.
+
+    Whoever names the value elsewhere must not remember more than a power loss leaves: lines of a killed writer may be in caches only.
+    Cost: one read of 2 MiB, one fsync.
+    """
+    path = paths.journal(lineage, generation)
+    try:
+        size_bytes = tier.size(path)
+        tier.append(path, b"")
+        start = max(0, size_bytes - 2 * (MAX_JOURNAL_LINE_BYTES + 1))
+        lines = tier.read(path, start, size_bytes - start).split(b"\n")[:-1]  # what follows the last newline is torn
+        if not start and len(lines) < 2:  # the header alone
+            return first_chain(generation, nonce)
+        return _decode_line(lines[-1]).chain
+    except FileNotFoundError:
+        return first_chain(generation, nonce)
+    except (StoreError, IndexError, *BROKEN_INPUT):
+        return ""  # safe: a journal in which no line can be read is damage that every check names
 
 
 def _header_line(lineage: str, generation: int, nonce: str) -> bytes:

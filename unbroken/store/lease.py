@@ -5,17 +5,22 @@ What stands in the file is for people and for taking over. The lock file is neve
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from contextlib import suppress
 
 import msgspec
 
-from unbroken.core.errors import Fenced
+from unbroken.core.errors import Fenced, Refused
 from unbroken.core.os import is_alive, try_lock, unlock
 from unbroken.core.records import Writer
 from unbroken.store.paths import WRITER
 
 _MAX_BYTES = 64 << 10
+_NOT_A_FILE = frozenset({errno.ELOOP, errno.EISDIR, errno.ENXIO})
+"""What the system says of a link, of a folder, and of a socket or device without a driver."""
+
 _held: dict[str, WriterLease] = {}
 
 
@@ -33,7 +38,7 @@ class WriterLease:
         """Become the writer of the run in `root`, which is made if missing. Never waits.
 
         A process takes over its own lease (a notebook cell run again). Raises Fenced naming the holder when another process has it, and
-        when a process of another host left it, which cannot be asked whether it lives.
+        when a process of another host left it, which cannot be asked whether it lives. Refused when `writer.json` is no regular file.
         """
         with suppress(FileExistsError):  # another process made it first; a file of that name fails below
             os.makedirs(root, exist_ok=True)
@@ -77,8 +82,10 @@ class WriterLease:
 def _locked(path: str) -> int:
     """Descriptor of the lock file that `path` names now, locked by us."""
     while True:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        fd = _opened(path)
         try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise _not_a_file(path)
             if not try_lock(fd):
                 raise Fenced(_refusal(path, _read(fd)))
             if _is_same_file(path, fd):
@@ -89,9 +96,23 @@ def _locked(path: str) -> int:
         os.close(fd)  # somebody removed the file while we locked it: that lock would protect nothing
 
 
+def _opened(path: str) -> int:
+    """The file itself, made if missing: a link may lead to a file that is not ours, and this one is about to be emptied."""
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    except OSError as e:
+        if e.errno in _NOT_A_FILE:
+            raise _not_a_file(path) from e
+        raise
+
+
+def _not_a_file(path: str) -> Refused:
+    return Refused(f"{path}: not a regular file but a link, folder or device, which we never write to: remove it and start again")
+
+
 def _is_same_file(path: str, fd: int) -> bool:
     try:
-        return os.path.samestat(os.stat(path), os.fstat(fd))
+        return os.path.samestat(os.lstat(path), os.fstat(fd))
     except FileNotFoundError:
         return False
 

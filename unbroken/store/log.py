@@ -6,8 +6,9 @@ may lag. An entry that is missing or unreadable below the head is damage: noted,
 
 from __future__ import annotations
 
+import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
 from unbroken.codec.digest import digest
 from unbroken.core.errors import Damaged, Transient
@@ -90,6 +91,23 @@ def fold(state: LogState, line: LogEntry) -> LogState:
     return LogState(generations=table, commits=commits, condemned=condemned, pruned=pruned)
 
 
+class Heads:
+    """Collects from log entries how each journal ended when the next generation was opened."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, str] = {}
+
+    def see(self, line: LogEntry) -> None:
+        """Note what one entry says; of several for one generation the first counts."""
+        if isinstance(line.entry, GenerationEntry):
+            self._found.setdefault(line.entry.generation.number, line.entry.parent_head)
+
+    def by_generation(self, state: LogState) -> dict[int, str]:
+        """The end of each journal that has a successor; "" if it is not recorded."""
+        numbers = sorted(g.number for g in state.generations)
+        return {before: self._found.get(number, "") for before, number in itertools.pairwise(numbers)}
+
+
 class Log:
     """The log of one lineage, as far as it has been read. `head` is the last entry's number, -1 when there is none."""
 
@@ -100,12 +118,13 @@ class Log:
         self.head = -1
         self.damage: list[str] = []
         self._previous = ""
+        self._strays: dict[str, str] = {}
 
     @classmethod
     def open(cls, tier: Tier, lineage: str = "main") -> Log:
         """Read the log from its newest readable summary on. Raises NewerFormat, Transient."""
         log = cls(tier, lineage)
-        log._read_to(log._listed_head())
+        log._read(log._spans(log._listed()))
         log.refresh()
         return log
 
@@ -118,6 +137,15 @@ class Log:
                 return
             except Damaged as e:
                 self._pass_over(e)
+
+    def is_there(self) -> bool:
+        """False when the newest entry read is not in the folder any more, or is another: the log was put back to an earlier copy."""
+        if not self._previous:
+            return True
+        try:
+            return digest(read_bounded(self.tier, self._path(self.head))) == self._previous
+        except (FileNotFoundError, Damaged):
+            return False
 
     def append(self, entry: Entry, *, writer: Writer, clock: Clock, check: Callable[[LogState], None]) -> LogEntry:
         """Write `entry` after `check` has agreed to it; it is durable on return.
@@ -147,23 +175,43 @@ class Log:
             return line
         raise Transient(f"{self._path(self.head + 1)}: lost {_MAX_LOST_SLOTS} slots to other writers")
 
-    def audit(self) -> list[tuple[str, str]]:
-        """Read every entry and compare each with what its successor says of it: (path, what is wrong)."""
+    def audit(self, see: Callable[[LogEntry], None] = lambda line: None) -> list[tuple[str, str]]:
+        """Read every entry and compare each with what its successor says of it: (path, what is wrong). `see` gets the whole ones."""
         bad: dict[str, str] = {}
         before: str | None = None
-        for n in range(self.head + 1):
+        for n in self._numbers(bad):
             path, before_path = self._path(n), self._path(n - 1)
             try:
                 line, raw = self._load(n)
             except FileNotFoundError:
-                bad[path], before = "missing", None
+                before = None
+                bad.setdefault(path, "missing")
             except Damaged as e:
                 bad[path], before = e.reason, None
             else:
                 if before is not None and line.previous not in ("", before):
                     bad[before_path] = "not the file that its successor was written after"
                 before = digest(raw)
+                see(line)
         return sorted(bad.items())
+
+    def _numbers(self, bad: dict[str, str]) -> Iterator[int]:
+        """What to read up to the head. Of a gap too wide to be asked for the first is yielded; `bad` gets its width, and the strays."""
+        spans = self._spans([*(n for n in self._listed() if n <= self.head), self.head])
+        bad |= self._strays
+        following = 0
+        for span in spans:
+            if span.start > following:
+                bad[self._path(following)] = f"missing, as are all up to entry {span.start - 1}"
+                yield following
+            yield from span
+            following = span.stop
+
+    def journal_heads(self) -> dict[int, str]:
+        """For each generation but the newest, the end of its journal as the next one found it; "" if that is not recorded. Reads all."""
+        heads = Heads()
+        self.audit(heads.see)
+        return heads.by_generation(self.state)
 
     def _line(self, entry: Entry, writer: Writer, clock: Clock) -> LogEntry:
         n = self.head + 1
@@ -186,31 +234,63 @@ class Log:
         if self.head == head:
             raise Transient(f"{self._path(head + 1)}: taken by another writer but not readable yet")
 
-    def _listed_head(self) -> int:
+    def _listed(self) -> list[int]:
         numbers = [paths.number(path) for path in self.tier.list(paths.log_folder(self.lineage)) if path.endswith(".json")]
-        return max((n for n in numbers if n is not None), default=-1)
+        return sorted(n for n in numbers if n is not None)
 
-    def _read_to(self, head: int) -> None:
-        start = self._start(head)
-        for n in range(start, head + 1):
+    def _spans(self, numbers: Iterable[int]) -> list[range]:
+        """What to read: runs of numbers between which more than LOG_SUMMARY_EVERY are missing. So reading is bounded by what is listed.
+
+        A run far beyond the others of which no file is the entry of its number is not ours: it is named as damage and not followed.
+        """
+        spans = [range(0)]
+        for n in numbers:
+            if n - spans[-1].stop > LOG_SUMMARY_EVERY:
+                spans.append(range(n, n))
+            spans[-1] = range(spans[-1].start, n + 1)
+        return [spans[0], *(span for span in spans[1:] if self._is_ours(span))]
+
+    def _is_ours(self, span: range) -> bool:
+        strays: dict[str, str] = {}
+        for n in span:
             try:
-                self._take(self._load(n))
+                self._load(n)
             except FileNotFoundError:
-                self._pass_over(Damaged(self._path(n), "missing"))
-            except Damaged as e:
-                self._pass_over(e)
-
-    def _start(self, head: int) -> int:
-        """The newest entry whose summary can be read, else 0; what precedes it is not read."""
-        for n in range(head - head % LOG_SUMMARY_EVERY, 0, -LOG_SUMMARY_EVERY):
-            try:
-                line, _ = self._load(n)
-            except (FileNotFoundError, Damaged):
                 continue
-            if line.summary is not None:
-                self.state, self.head = line.summary, n - 1
-                return n
-        return 0
+            except Damaged as e:
+                strays[e.path] = f"{e.reason}, and far beyond the other entries: not followed, remove it"
+            else:
+                return True
+        self.damage += [f"{path}: {reason}" for path, reason in strays.items() if path not in self._strays]
+        self._strays |= strays
+        return False
+
+    def _read(self, spans: list[range]) -> None:
+        self._start(spans)
+        for span in spans:
+            if span.start > self.head + 1:
+                self._pass_over(Damaged(self._path(self.head + 1), f"missing, as are all up to entry {span.start - 1}"))
+                self.head = span.start - 1
+            for n in range(self.head + 1, span.stop):
+                try:
+                    self._take(self._load(n))
+                except FileNotFoundError:
+                    self._pass_over(Damaged(self._path(n), "missing"))
+                except Damaged as e:
+                    self._pass_over(e)
+
+    def _start(self, spans: list[range]) -> None:
+        """Begin at the newest entry whose summary can be read; what precedes it is not read."""
+        for span in reversed(spans):
+            head = span.stop - 1
+            for n in range(head - head % LOG_SUMMARY_EVERY, max(span.start - 1, 0), -LOG_SUMMARY_EVERY):
+                try:
+                    line, _ = self._load(n)
+                except (FileNotFoundError, Damaged):
+                    continue
+                if line.summary is not None:
+                    self.state, self.head = line.summary, n - 1
+                    return
 
     def _load(self, n: int) -> tuple[LogEntry, bytes]:
         path = self._path(n)

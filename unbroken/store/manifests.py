@@ -83,8 +83,10 @@ def check_cut(manifests: Sequence[Manifest]) -> None:
         raise Damaged(name, f"snapshots of ranks {ranks[:16]} where each of 0..{first.world_size - 1} must be there once")
 
 
-def commit_entry(manifests: Sequence[tuple[Manifest, ManifestRef]], milestone: bool, journal_head: str, journal_lines: int) -> CommitEntry:
-    """The commit of a consistent cut: nothing but the manifests and the journal up to it decide what it says."""
+def commit_entry(
+    manifests: Sequence[tuple[Manifest, ManifestRef]], milestone: bool, journal_head: str, journal_lines: int, time: str
+) -> CommitEntry:
+    """The commit of a consistent cut: nothing but the manifests, the journal up to it and the time decide what it says."""
     first = manifests[0][0]
     return CommitEntry(
         step=first.step,
@@ -95,6 +97,7 @@ def commit_entry(manifests: Sequence[tuple[Manifest, ManifestRef]], milestone: b
         size_bytes=sum(stored.size_bytes for manifest, _ in manifests for stored in manifest.pieces),
         journal_head=journal_head,
         journal_lines=journal_lines,
+        time=time,
     )
 
 

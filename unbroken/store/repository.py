@@ -32,6 +32,7 @@ from unbroken.store.catalog import Catalog, Known
 from unbroken.store.collect import Collector
 from unbroken.store.fence import Base, check_base, check_basis, check_borrowed, check_collector, check_writer
 from unbroken.store.holds import Hold, Holds
+from unbroken.store.journal import durable_head
 from unbroken.store.layout import Layout, Part
 from unbroken.store.log import Key, Log, key_of, newest_generation, newest_number, visible
 from unbroken.store.manifests import check_cut, check_manifest, commit_entry, load_manifest, read_pieces, roots
@@ -77,6 +78,9 @@ class Repository:
     @staticmethod
     def exists(tier: Tier) -> bool:
         """True when a run lies here, False when nothing does. Raises ForeignFolder, and Damaged for a run without its run.json."""
+        with suppress(FileNotFoundError, Permanent):  # a listing walks the whole folder: only where there is no run has one to be made
+            tier.size(paths.RUN)
+            return True
         found = [path for path in tier.list("") if not path.startswith(".")]
         if paths.RUN in found:
             return True
@@ -113,6 +117,11 @@ class Repository:
         with self._lock:
             self.log.refresh()
             self._basis = newest_number(self.log.state)
+
+    def is_there(self) -> bool:
+        """False when the folder does not hold the log that was read here: it was put back to an earlier copy, or replaced."""
+        with self._lock:
+            return self.log.is_there()
 
     def visible(self) -> tuple[CommitEntry, ...]:
         """The checkpoints that may be used, ascending by step."""
@@ -201,7 +210,7 @@ class Repository:
         """
         check_cut([manifest for manifest, _ in manifests])
         first = manifests[0][0]
-        entry = commit_entry(manifests, milestone, journal_head, journal_lines)
+        entry = commit_entry(manifests, milestone, journal_head, journal_lines, clock.utc())
 
         def make(state: LogState) -> CommitEntry:
             check_writer(state, first, self._opened)
@@ -227,6 +236,7 @@ class Repository:
     ) -> Generation:
         """Open the next generation on a base ("fresh", "memory", "disk"); from here on all older writers are fenced.
 
+        The entry names the end of the journal before, as far as it is on disk: whoever holds lines of it in memory syncs them first.
         Raises Transient when the base cannot be built on any more: read `visible` again and choose anew.
         """
         with self._lock:
@@ -244,7 +254,8 @@ class Repository:
                     nonce=nonce,
                     world_size=world_size,
                 )
-                return GenerationEntry(generation=generation, base_root=base_root, source=source)
+                head = "" if newest is None else durable_head(self.tier, self.lineage, newest.number, newest.nonce)
+                return GenerationEntry(generation=generation, base_root=base_root, source=source, parent_head=head)
 
             entry = self.log.propose(make, writer=writer, clock=clock).entry
             assert isinstance(entry, GenerationEntry)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.rigs.store_run import as_of_an_older_writer
 from tests.rigs.synthetic_run import WRITER, SyntheticRun, interrupted, uninterrupted
 from unbroken.core.errors import ForeignFolder, NoCheckpoint
 from unbroken.core.ports import Tier
@@ -139,6 +140,53 @@ def test_a_journal_that_lacks_committed_lines_is_named(tmp_path: Path) -> None:
     path = tmp_path / "runs/main/journal/00000000.jsonl"
     path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-4]))
     assert_refused(certify(DiskTier(str(tmp_path))), r"journal/00000000\.jsonl: ends at step 9, but steps up to 12 survive")
+
+
+def superseded(tier: Tier) -> SyntheticRun:
+    """Generation 1 did steps 4 and 5 and saved neither; generation 2 did them again, with other losses."""
+    run = SyntheticRun(tier)
+    run.begin()
+    run.train(3)
+    run.save()
+    run.begin(3)
+    run.train(2, loss="11" * 8)
+    run.journal.sync()
+    run.begin(3)
+    run.train(9)
+    run.save()
+    return run
+
+
+def test_I3_the_journal_of_a_superseded_attempt_cannot_go(tmp_path: Path) -> None:
+    tier = superseded(DiskTier(str(tmp_path))).repository.tier
+    assert (certify(tier).certified, certify(tier).superseded_equal) == (True, False)
+    path = tmp_path / "runs/main/journal/00000001.jsonl"
+    raw = path.read_bytes()
+    path.write_bytes(b"".join(raw.splitlines(keepends=True)[:-1]))
+    assert_refused(certify(tier), r"journal/00000001\.jsonl: ends after 2 lines, without the last one that the next generation found")
+    path.unlink()
+    assert_refused(certify(tier), r"journal/00000001\.jsonl: missing, without")
+
+
+def test_a_journal_that_was_never_written_is_no_problem() -> None:
+    run = begun()
+    run.begin(3)  # killed before its journal was durable
+    run.begin(3)
+    run.train(3)
+    run.save()
+    run.begin(6)  # the newest one
+    certificate = certify(run.repository.tier)
+    assert certificate.problems == []
+    assert certificate.generations == 4
+
+
+def test_I3_a_missing_journal_whose_end_nobody_recorded_is_named() -> None:
+    tier = MemoryTier()
+    superseded(tier)
+    as_of_an_older_writer(tier)
+    assert certify(tier).certified
+    tier.delete("runs/main/journal/00000001.jsonl")
+    assert_refused(certify(tier), r"journal/00000001\.jsonl: missing, though a later generation was opened after it")
 
 
 def test_a_torn_last_line_is_not_tampering(tmp_path: Path) -> None:

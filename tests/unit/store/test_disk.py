@@ -13,7 +13,7 @@ import pytest
 from tests.rigs.store_child import in_child, suicide
 from unbroken.core.errors import Permanent, StoreError, Transient
 from unbroken.core.ports import arm
-from unbroken.store.tiers.disk import DiskTier
+from unbroken.store.tiers.disk import DiskTier, local_path
 
 
 @pytest.fixture
@@ -191,3 +191,43 @@ def test_a_link_that_succeeded_but_was_called_a_failure_is_a_success(tmp_path: P
     tier = DiskTier(str(tmp_path))
     assert tier.create("a", [b"x"]) == 1
     assert files(tmp_path) == ["a"]
+
+
+def test_missing_folders_above_the_root_are_made(tmp_path: Path) -> None:
+    DiskTier(str(tmp_path / "a" / "b" / "run")).create("x", [b"1"])
+    assert files(tmp_path) == ["a/b/run/x"]
+
+
+def test_an_empty_append_that_fails_takes_back_nothing_that_the_writer_added(tmp_path: Path, armed: Callable[..., None]) -> None:
+    tier = DiskTier(str(tmp_path))
+    tier.append("j", b"a\n")
+
+    def strike() -> None:
+        with open(tmp_path / "j", "ab") as file:  # the journal's own writer, in another thread
+            file.write(b"b\n")
+        raise OSError(errno.EIO, "no")
+
+    armed("store.append.before_fsync", strike)
+    with pytest.raises(Permanent):
+        tier.append("j", b"")
+    assert tier.read("j") == b"a\nb\n"
+
+
+@pytest.mark.parametrize("url", [os.fsdecode(b"run\xff"), "file:///tmp/run%FF"])
+def test_a_folder_whose_name_is_not_utf8_is_refused_with_the_remedy(url: str) -> None:
+    with pytest.raises(ValueError, match="not UTF-8: rename it, or choose another path") as caught:
+        local_path(url)
+    assert type(caught.value) is ValueError
+    str(caught.value).encode()
+
+
+def test_a_relative_name_in_a_folder_whose_name_is_not_utf8_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = os.path.join(os.fsencode(tmp_path), b"\xff")
+    os.mkdir(there)
+    monkeypatch.chdir(os.fsdecode(there))
+    with pytest.raises(ValueError, match="rename it"):
+        local_path("run")
+
+
+def test_other_alphabets_are_names_like_any_other() -> None:
+    assert local_path("/tmp/Läufe") == local_path("file:///tmp/L%C3%A4ufe") == "/tmp/Läufe"

@@ -14,7 +14,7 @@ from unbroken.core.limits import MAX_JOURNAL_LINE_BYTES
 from unbroken.core.ports import Buffer
 from unbroken.core.records import BeginRecord, EventRecord, Record, StepRecord
 from unbroken.store import journal
-from unbroken.store.journal import JournalWriter, chain_after, first_chain, read_journal
+from unbroken.store.journal import JournalWriter, chain_after, durable_head, first_chain, read_journal
 from unbroken.store.tiers.memory import MemoryTier
 
 PATH = "runs/main/journal/00000002.jsonl"
@@ -207,3 +207,40 @@ def test_fuzz_journals_raise_our_errors_only(data: bytes, with_header: bool) -> 
     raw = tier.read(PATH) + data if with_header else data
     with contextlib.suppress(UnbrokenError):
         assert len(read(MemoryTier(((PATH, raw),)))) <= 1
+
+
+def test_the_durable_head_is_that_of_the_last_complete_line() -> None:
+    tier, writer = written(5)
+    assert durable_head(tier, "main", 2, NONCE) == writer.head
+    tier.append(PATH, b'{"chain":"00')
+    assert durable_head(tier, "main", 2, NONCE) == writer.head, "what follows the last newline is torn"
+
+
+def test_the_durable_head_of_a_journal_without_a_line_is_the_first_chain() -> None:
+    tier = MemoryTier()
+    assert durable_head(tier, "main", 2, NONCE) == first_chain(2, NONCE)
+    assert tier.list("") == [], "asking makes no file"
+    JournalWriter(tier, "main", 2, NONCE).sync()
+    assert durable_head(tier, "main", 2, NONCE) == first_chain(2, NONCE)
+
+
+def test_the_durable_head_of_long_lines_is_read_from_the_end_alone() -> None:
+    tier, writer = written(2)
+    for _ in range(4):
+        writer.add(EventRecord(name="long", step=1, facts={"text": "x" * (MAX_JOURNAL_LINE_BYTES - 1000)}))
+    writer.sync()
+    tier.append(PATH, b"y" * (MAX_JOURNAL_LINE_BYTES - 1))
+    assert durable_head(tier, "main", 2, NONCE) == writer.head
+
+
+def test_a_journal_whose_end_cannot_be_read_has_no_durable_head() -> None:
+    class Broken(MemoryTier):
+        def append(self, path: str, data: Buffer) -> None:
+            raise Permanent("the disk says no")
+
+    tier, _ = written(3)
+    assert durable_head(Broken(tier.snapshot()), "main", 2, NONCE) == ""
+    tier.append(PATH, b"garbage\n")
+    assert durable_head(tier, "main", 2, NONCE) == ""
+    tier.append(PATH, b"z" * (3 * MAX_JOURNAL_LINE_BYTES))
+    assert durable_head(tier, "main", 2, NONCE) == ""

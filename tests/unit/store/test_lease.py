@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from tests.rigs.store_child import in_child, suicide
-from unbroken.core.errors import Fenced
+from unbroken.core.errors import Fenced, Refused
 from unbroken.core.os import boot_id, hostname
 from unbroken.core.records import Writer
 from unbroken.store.lease import WriterLease
@@ -139,3 +139,23 @@ from unbroken.core.os import hostname, boot_id
 from unbroken.store.lease import WriterLease
 WriterLease.acquire(sys.argv[1], Writer(host=hostname(), pid=os.getpid(), boot_id=boot_id(), since="now")).release()
 """
+
+
+def a_link(path: Path) -> None:
+    path.symlink_to("../precious.txt")
+
+
+def a_link_to_nothing(path: Path) -> None:
+    path.symlink_to("../nothing.txt")
+
+
+@pytest.mark.parametrize("make", [a_link, a_link_to_nothing, Path.mkdir, os.mkfifo])
+def test_B12_a_lock_file_that_is_no_file_is_refused_and_nothing_is_written_through_it(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    (tmp_path / "precious.txt").write_text("my thesis")
+    (tmp_path / "run").mkdir()
+    path = tmp_path / "run" / "writer.json"
+    make(path)
+    with pytest.raises(Refused, match=rf"{re.escape(str(path))}: not a regular file .* remove it"):
+        WriterLease.acquire(str(tmp_path / "run"), me())
+    assert (tmp_path / "precious.txt").read_text() == "my thesis"
+    assert not (tmp_path / "nothing.txt").exists()

@@ -13,9 +13,10 @@ from tests.rigs.store_run import WRITER, StillClock
 from unbroken.core.errors import Fenced, NewerFormat, Transient
 from unbroken.core.limits import LOG_SUMMARY_EVERY
 from unbroken.core.ports import Buffer
-from unbroken.core.records import CommitEntry, CondemnEntry, Entry, Generation, GenerationEntry, LogState, PruneEntry
+from unbroken.core.records import CommitEntry, CondemnEntry, Entry, Generation, GenerationEntry, LogEntry, LogState, PruneEntry
 from unbroken.store import paths
 from unbroken.store.log import Log, fold, newest_generation, reach, visible
+from unbroken.store.sealed import seal
 from unbroken.store.tiers.memory import MemoryTier
 
 CLOCK = StillClock()
@@ -315,3 +316,70 @@ def test_a_fold_keeps_the_generation_it_knew_first() -> None:
     _, log = log_of(opens(0))
     line = log.append(opens(1, 0, 5), writer=WRITER, clock=CLOCK, check=agree)
     assert fold(log.state, line).generations == (gen(0, None, 0), gen(1, 0, 5))
+
+
+def with_objects(tier: MemoryTier, objects: dict[str, bytes | None]) -> Counting:
+    """A copy with these objects put in, or taken away (None)."""
+    merged = {**dict(tier.snapshot()), **objects}
+    return Counting(tuple((path, data) for path, data in merged.items() if data is not None))
+
+
+FAR = 999_999_999_999
+
+
+@pytest.mark.parametrize("number", [LOG_SUMMARY_EVERY + 4, 50_000, FAR, 10**18 - 1])
+@pytest.mark.parametrize("content", ["a copy", "garbage"])
+def test_I11_a_stray_far_beyond_the_other_entries_is_named_and_not_followed(number: int, content: str) -> None:
+    tier, _ = log_of(opens(0), commit(10), commit(20))
+    stray = paths.log_entry("main", number)
+    hurt = with_objects(tier, {stray: tier.read(paths.log_entry("main", 1)) if content == "a copy" else b"garbage"})
+    log = Log.open(hurt)
+    assert (log.head, steps(log)) == (2, [(10, 0), (20, 0)])
+    assert hurt.reads < 20
+    (text,) = log.damage
+    assert text.startswith(f"{stray}: ")
+    assert "far beyond the other entries: not followed, remove it" in text
+    assert [path for path, _ in log.audit()] == [stray]
+    assert len(log.damage) == 1
+    put(log, commit(30))
+    assert steps(Log.open(hurt)) == [(10, 0), (20, 0), (30, 0)]
+
+
+def test_a_gap_of_as_many_entries_as_lie_between_summaries_is_still_asked_for() -> None:
+    tier, _ = log_of(opens(0), commit(10))
+    hurt = with_objects(tier, {paths.log_entry("main", LOG_SUMMARY_EVERY + 2): b"garbage"})
+    log = Log.open(hurt)
+    assert log.head == LOG_SUMMARY_EVERY + 2
+    assert len(log.damage) == LOG_SUMMARY_EVERY + 1
+
+
+@pytest.mark.parametrize("first", [0, 1, 5])
+def test_entries_beyond_a_wide_gap_that_are_real_still_count(first: int) -> None:
+    tier = long_log(3 * LOG_SUMMARY_EVERY + 10)
+    last = 2 * LOG_SUMMARY_EVERY + 5
+    hurt = with_objects(tier, {paths.log_entry("main", n): None for n in range(first, last)})
+    log = Log.open(hurt)
+    assert (log.head, log.state) == (Log.open(tier).head, Log.open(tier).state)
+    assert log.audit() == [(paths.log_entry("main", first), f"missing, as are all up to entry {last - 1}")]
+    put(log, commit(10**6))
+    assert Log.open(hurt).head == log.head
+
+
+def test_I11_a_wide_gap_without_a_summary_after_it_is_passed_over_as_a_whole() -> None:
+    tier = long_log(2 * LOG_SUMMARY_EVERY)
+    gone = range(5, 2 * LOG_SUMMARY_EVERY - 5)
+    hurt = with_objects(tier, {paths.log_entry("main", n): None for n in gone})
+    log = Log.open(hurt)
+    assert log.head == 2 * LOG_SUMMARY_EVERY - 1
+    assert log.damage == [f"{paths.log_entry('main', 5)}: missing, as are all up to entry {gone[-1]}"]
+    assert hurt.reads < 40
+
+
+def test_I11_a_forged_entry_far_away_costs_no_walk_over_all_numbers() -> None:
+    tier, log = log_of(opens(0), commit(10))
+    line = LogEntry(n=FAR, previous="", time="", writer=WRITER, lineage=log.state.generations, entry=commit(20))
+    hurt = with_objects(tier, {paths.log_entry("main", FAR): seal("log", line)})
+    log = Log.open(hurt)
+    assert (log.head, steps(log)) == (FAR, [(10, 0), (20, 0)])
+    assert [path for path, _ in log.audit()] == [paths.log_entry("main", 2)]
+    assert hurt.reads < 20

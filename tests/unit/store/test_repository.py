@@ -62,6 +62,15 @@ def test_a_new_run_is_found_again_with_its_facts() -> None:
     assert (repository.facts, repository.visible(), repository.lineage) == (FACTS, (), "main")
 
 
+def test_whether_a_run_is_here_costs_no_walk_over_its_folder(tmp_path: Path) -> None:
+    class Unlisted(DiskTier):
+        def list(self, prefix: str) -> list[str]:
+            raise AssertionError("run.json says it all")
+
+    Repository.create(DiskTier(str(tmp_path)), FACTS)
+    assert Repository.exists(Unlisted(str(tmp_path))) is True
+
+
 def test_what_a_writer_leaves_before_the_run_exists_is_not_foreign() -> None:
     assert Repository.exists(MemoryTier((("writer.json", b"{}"), ("agent.log", b""), (".gitkeep", b"")))) is False
 

@@ -27,17 +27,27 @@ _KEEP_CACHED_BYTES = 1 << 20
 
 
 def local_path(url: str | os.PathLike[str]) -> str:
-    """The folder that a path or file:// URL names. ValueError for other schemes."""
+    """The folder that a path or file:// URL names. ValueError for other schemes, and for a folder whose name is not UTF-8."""
     text = os.fspath(url)
     if not text:
         raise ValueError("the folder's name is empty: pass a path, or file:///path")
     scheme, separator, _ = text.partition("://")
     if not separator:
-        return text
+        return _checked(text)
     parts = urllib.parse.urlsplit(text)
     if scheme != "file" or parts.netloc not in ("", "localhost") or not parts.path:
         raise ValueError(f"{text!r}: only a folder's path and file:///path exist yet")
-    return urllib.parse.unquote(parts.path)
+    return _checked(urllib.parse.unquote(parts.path, errors="surrogateescape"))
+
+
+def _checked(path: str) -> str:
+    """The path itself: its name stands in messages, logs and addresses, which are UTF-8."""
+    absolute = os.path.abspath(path)
+    try:
+        absolute.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{absolute!r}: the name of the folder is not UTF-8: rename it, or choose another path") from None
+    return path
 
 
 class DiskTier:
@@ -135,7 +145,8 @@ class DiskTier:
         """Make `folder` and what is missing above it, each name durable; of a folder found, too: who made it may have come no further."""
         if folder in self._durable and os.path.isdir(folder):
             return
-        parent, is_inside_root = os.path.dirname(folder), folder != self.root
+        parent = os.path.dirname(folder)
+        is_inside_root = folder != self.root and folder.startswith(self.root.rstrip(os.sep) + os.sep)
         if is_inside_root or not os.path.isdir(parent):
             self._make_folder(parent)
         if not os.path.isdir(folder):
@@ -207,8 +218,9 @@ def _append_whole(fd: int, data: Buffer) -> None:
         failpoint("store.append.before_fsync")
         os.fsync(fd)
     except OSError:
-        with suppress(OSError):  # the first error is the one to report
-            os.ftruncate(fd, before)
+        if len(data):  # else nothing here is ours to take back: the file's writer may have added to it meanwhile
+            with suppress(OSError):  # the first error is the one to report
+                os.ftruncate(fd, before)
         raise
 
 
