@@ -21,7 +21,7 @@ from msgspec import Struct
 from unbroken.core import messages as m
 from unbroken.core.errors import Fenced, Refused, UnbrokenError
 from unbroken.core.limits import DRAIN_TIMEOUT_S, LINGER_S
-from unbroken.core.os import hostname, is_alive, try_lock
+from unbroken.core.os import hostname, is_alive
 from unbroken.core.ports import Clock, Nonces, SystemClock, SystemNonces
 from unbroken.core.records import EventRecord, StepRecord
 from unbroken.recover.board import Board
@@ -29,6 +29,7 @@ from unbroken.recover.drain import Outcome
 from unbroken.recover.folder import RunFolder
 from unbroken.recover.verdict import Decision, Refusals
 from unbroken.shm.channel import address, listen
+from unbroken.shm.place import PlaceLock
 from unbroken.shm.server import Client, Server
 
 MAX_NOTES = 256
@@ -48,8 +49,10 @@ MAX_FAILURES = 16
 class Daemon:
     """Answers trainers and launcher. `run` returns when nobody needs the daemon any more."""
 
-    def __init__(self, directory: str, listener: socket.socket, clock: Clock, nonces: Nonces) -> None:
+    def __init__(self, directory: str, place: PlaceLock, listener: socket.socket, clock: Clock, nonces: Nonces) -> None:
         self._directory = directory
+        self._place = place
+        self._is_lost = False
         self._clock = clock
         self._server = Server(listener, self._answer, self._gone)
         self._folder = RunFolder(directory, clock, nonces)
@@ -82,6 +85,7 @@ class Daemon:
         self._board.drainer.start()
         while not self._is_over():
             self._server.turn(self._patience_s())
+            self._keep_place()
             while self._outcomes:
                 self._board.drained(self._outcomes.popleft())
             self._pass_verdict(self._refusals.expire(self._clock.monotonic()))
@@ -92,6 +96,30 @@ class Daemon:
     def _end(self, *_: object) -> None:
         if self._ending_since is None:
             self._ending_since = self._clock.monotonic()
+
+    def _keep_place(self) -> None:
+        """Be where everybody looks for us, although somebody empties the socket's folder (a cleaner of /tmp, the end of a login).
+
+        Who does not find us starts another daemon, which this one's lease would refuse. One that has taken the place is given way to.
+        """
+        if self._ending_since is not None:
+            return
+        try:
+            path = address(self._directory)
+            if self._server.is_at(path):
+                return
+            if self._place.take(path, self._clock):
+                self._server.listen_at(path)
+                say("the socket was gone: listens again")
+            else:
+                say("the socket was gone, and another daemon has taken its place: ends when everything is durable")
+                self._end()
+            self._is_lost = False
+        except (OSError, Refused) as error:
+            # Safe: those who are connected are served, and it is tried again at every turn.
+            if not self._is_lost:
+                say(f"the socket is gone and cannot be made anew: {error}")
+            self._is_lost = True
 
     def _patience_s(self) -> float:
         hurry = self._ending_since is not None or self._lonely_since is not None or self._refusals.deadline_s is not None
@@ -303,20 +331,6 @@ def _fields(message: Struct) -> dict[str, Any]:
     return {name: getattr(message, name) for name in message.__struct_fields__}
 
 
-def _lock(path: str, clock: Clock) -> bool:
-    """Be the only daemon of this folder; False if another one serves it. One that is just ending is waited for."""
-    fd = os.open(path.removesuffix(".sock") + ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    deadline_s = clock.monotonic() + LOCK_WAIT_S
-    while not try_lock(fd):  # kept open, and so locked, until the process ends
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
-            answers = probe.connect_ex(path) == 0
-        if answers or clock.monotonic() > deadline_s:
-            os.close(fd)
-            return False
-        clock.sleep(SHORT_TICK_S)
-    return True
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve one run folder until nobody needs it; the exit code."""
     args = list(sys.argv[1:] if argv is None else argv)
@@ -324,13 +338,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("usage: python -m unbroken.agent DIR", file=sys.stderr)
         return 2
     directory, clock = os.path.realpath(args[0]), SystemClock()
-    path = address(directory)
-    if not _lock(path, clock):
+    path, place = address(directory), PlaceLock()
+    if not place.take(path, clock, LOCK_WAIT_S):
         return 0
     listener = listen(path)
     os.chdir("/")
     say(f"process {os.getpid()} serves {directory}")
-    return Daemon(directory, listener, clock, SystemNonces()).run()
+    return Daemon(directory, place, listener, clock, SystemNonces()).run()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """How a run starts or starts again: find the daemon, agree on a plan, load, verify, compare, open the generation.
 
-Roll back: every rank loads the plan's step; damaged sources are reported and planned around. Then the live state is walked once more and
-its root compared, between ranks and with what was saved, so that what trains on is what was stored (I3, I5).
+Roll back: every rank reads the plan's step; damaged sources are reported and planned around before anything is touched. After loading,
+the live state is walked once more and its root compared, between ranks and with what was saved, so that what trains on is what was
+stored (I3, I5).
 """
 
 from __future__ import annotations
@@ -23,11 +24,14 @@ from unbroken.core.messages import Bad, Begin, Hello, Opened, Plan
 from unbroken.core.ports import Clock, Tier, environment
 from unbroken.core.records import Piece
 from unbroken.recover.link import Link
-from unbroken.recover.sources import Loaded, from_disk, from_memory
+from unbroken.recover.sources import Loaded, check_frozen, from_disk, from_memory
 from unbroken.recover.together import together
 
 
-class _Fault(Struct, frozen=True):
+class _Found(Struct, frozen=True):
+    """What one rank read: the root of the state, or the object that is bad (`path`) and why."""
+
+    root: str = ""
     path: str = ""
     reason: str = ""
 
@@ -107,8 +111,8 @@ class Start:
         `adopt` checks birth facts first.
         """
         while plan.source != "fresh":
-            loaded, fault = together(self.exchange, lambda plan=plan: self._read(link, plan))  # type: ignore[misc]
-            faults = [f for f in self.exchange.share(fault, _Fault) if f.path]
+            loaded, found = together(self.exchange, lambda plan=plan: self._read(link, plan))  # type: ignore[misc]
+            faults = self._faults(loaded, self.exchange.share(found, _Found))
             if not faults:
                 assert loaded is not None
                 self._restore(plan, loaded, adopt)
@@ -156,13 +160,29 @@ class Start:
                 found.append(f"{pointer[1:]}: {before} -> {now}")
         self.differences = tuple(sorted({d for part in self.exchange.share(found, list[str]) for d in part}))
 
-    def _read(self, link: Link, plan: Plan) -> tuple[Loaded | None, _Fault]:
+    def _read(self, link: Link, plan: Plan) -> tuple[Loaded | None, _Found]:
         """What this rank needs, or what is wrong with it. Damage can be planned around; any other error ends the start on all ranks."""
-        rank = self.exchange.rank
+        rank, loaded = self.exchange.rank, None
         try:
-            return from_memory(link, plan, rank) if plan.source == "memory" else from_disk(self.tier, plan, rank), _Fault()
+            if plan.source == "disk":
+                loaded = from_disk(self.tier, plan, rank)
+            else:
+                loaded = from_memory(link, plan, rank)
+                check_frozen(loaded, self.tier, plan, rank)
+            return loaded, _Found(root=loaded.root)
         except Damaged as error:
-            return None, _Fault(error.path, error.reason)
+            if loaded is not None:
+                loaded.close()
+            return None, _Found(path=error.path, reason=error.reason)
+
+    def _faults(self, loaded: Loaded | None, found: list[_Found]) -> list[_Found]:
+        """What is bad on some rank; also where each rank read well, but not the same state (only memory can do that)."""
+        faults = [f for f in found if f.path]
+        if faults or len({f.root for f in found}) == 1:
+            return faults
+        assert loaded is not None
+        wrong = self._differing({p: d for p, d in loaded.digests.items() if loaded.pieces[p][0].scope == "logical"})
+        return [_Found(path="memory slots", reason=f"{len(wrong)} pieces are not the same on all ranks, first {wrong[:3]}")]
 
     def _restore(self, plan: Plan, loaded: Loaded, adopt: Callable[[Plan], None]) -> None:
         def put_back() -> None:
@@ -176,7 +196,7 @@ class Start:
 
         together(self.exchange, put_back)
         self._own = loaded.own
-        self._digests = {p: digest(data) for p, (piece, data) in loaded.pieces.items() if _is_checked(piece)}
+        self._digests = {p: value for p, value in loaded.digests.items() if _is_checked(loaded.pieces[p][0])}
         self.stored = {p: (piece, bytes(data)) for p, (piece, data) in loaded.pieces.items() if piece.role == "compared"}
         if plan.stored_world_size > self.exchange.world_size:
             gone = f"{self.exchange.world_size}..{plan.stored_world_size - 1}"
@@ -204,14 +224,18 @@ class Start:
     def _agree_on_root(self, digests: list[tuple[Piece, str]]) -> str:
         root = state_root(digests)
         if len(set(self.exchange.share(root, str))) > 1:
-            tables = self.exchange.share({p.pointer: d for p, d in digests if p.scope == "logical"}, dict[str, str])
-            wrong = sorted(p for p in tables[0] if any(t.get(p) != tables[0][p] for t in tables))
-            wrong += sorted({p for t in tables for p in t} - set(tables[0]))
+            wrong = self._differing({p.pointer: d for p, d in digests if p.scope == "logical"})
             raise ValueError(
                 f"the ranks do not start from one state; {len(wrong)} pieces differ, first {wrong[:3]}. Seed before the model is built "
                 "(torch.manual_seed(...) with the same number on every rank)"
             )
         return root
+
+    def _differing(self, digests: dict[str, str]) -> list[str]:
+        """Names of the pieces that are not the same on all ranks; every rank calls it."""
+        tables = self.exchange.share(digests, dict[str, str])
+        wrong = sorted(p for p in tables[0] if any(t.get(p) != tables[0][p] for t in tables))
+        return wrong + sorted({p for t in tables for p in t} - set(tables[0]))
 
 
 def _opened_before() -> bool:

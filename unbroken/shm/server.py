@@ -66,6 +66,7 @@ class Server:
 
     def __init__(self, listener: socket.socket, hear: Callable[[Client, Message], None], gone: Callable[[Client], None]) -> None:
         self._listener = listener
+        self._name = _identity(listener.getsockname())
         self._hear = hear
         self._gone = gone
         self._clients: dict[int, Client] = {}
@@ -144,16 +145,27 @@ class Server:
     def retire(self) -> bool:
         """Take the socket's name away so that nobody new comes. False if somebody came just before: the name is put back then."""
         path = self._listener.getsockname()
-        os.unlink(path)
+        if self.is_at(path):
+            os.unlink(path)
         before = len(self._clients)
         self._accept()
         if len(self._clients) == before:
             return True
+        self.listen_at(path)
+        return False
+
+    def is_at(self, path: str) -> bool:
+        """True while whoever looks for us at `path` finds us: a cleaner may remove the socket, another daemon replace it. One stat."""
+        return path == self._listener.getsockname() and _identity(path) == self._name is not None
+
+    def listen_at(self, path: str) -> None:
+        """Be found at `path` from now on; whoever has connected by now is served. Hold the lock of that place."""
+        listener = listen(path)
+        self._accept()
         self._selector.unregister(self._listener)
         self._listener.close()
-        self._listener = listen(path)
+        self._listener, self._name = listener, _identity(path)
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
-        return False
 
     def close(self) -> None:
         """End all connections."""
@@ -224,3 +236,12 @@ class Server:
         with contextlib.suppress(BlockingIOError):
             while self._wake_in.recv(4096):
                 pass
+
+
+def _identity(path: str) -> tuple[int, int] | None:
+    """(device, inode) of what lies at a path, None for nothing."""
+    try:
+        found = os.lstat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import nn
 
 from tests.rigs.daemon_end import DaemonEnd, Said
@@ -17,6 +19,7 @@ from tests.rigs.stack_run import StackRun, items_of, plan_for
 from tests.rigs.step_rank import CPU, raw, same_bits, stack_of, tensors_of
 from tests.rigs.thread_exchange import all_ranks
 from unbroken.capture.exchange import Exchange
+from unbroken.capture.freeze import freeze, needed_bytes, plan_slot
 from unbroken.capture.stack import Stack
 from unbroken.capture.streams import Streams
 from unbroken.core import os as host
@@ -243,6 +246,99 @@ def test_I3_damage_that_only_one_rank_meets_moves_all_ranks(
 
     assert all_ranks(2, rank) == [2, 2]
     assert all(same_bits(tensors_of(model), tensors_of(Job(2.0))) for model in models)
+
+
+def frozen(daemon: DaemonEnd, run: StackRun, ranks: int = 1) -> Plan:
+    """The snapshot that `run` has saved last, in memory too; the plan that takes it from there."""
+    for rank in range(ranks):
+        items = items_of(run.stack, run.step, rank if ranks > 1 else 0)
+        index = plan_slot(items, generation=0, step=run.step, rank=rank, world_size=ranks, milestone=False)
+        freeze(daemon.table.need(rank, needed_bytes(index), 1)[0], index, items)
+    (cut,) = daemon.table.cuts()
+    return Plan(generation=1, step=run.step, source="memory", slots=cut.slots, stored_world_size=ranks)
+
+
+def flip(daemon: DaemonEnd, plan: Plan, rank: int, pointer: str) -> None:
+    """Change one bit of a piece in a rank's slot."""
+    (slot,) = daemon.table.find(plan.slots[rank : rank + 1])
+    (place,) = [placed.offset for placed in slot.index().pieces if placed.piece.pointer == pointer]
+    offset = slot._facts()[5] + place
+    (byte,) = os.pread(slot.fd, 1, offset)
+    os.pwrite(slot.fd, bytes([byte ^ 16]), offset)
+
+
+def saved_run(directory: Path) -> tuple[StackRun, CommitEntry]:
+    """One rank's run whose newest checkpoint is step 3, of a Job(3.0)."""
+    run = StackRun(DiskTier(str(directory)), stack_of(Job(3.0)))
+    run.begin(world_size=1)
+    run.train(3)
+    return run, run.save()
+
+
+WEIGHT = "/model/parameters/layer.weight"
+
+
+def test_I3_a_bit_that_flips_in_memory_is_found_and_the_disk_taken(tmp_path: Path, daemons: Callable[..., DaemonEnd]) -> None:
+    run, commit = saved_run(tmp_path)
+    disk = plan_for(commit)
+    daemon = daemons(lambda m: [disk] if isinstance(m, Bad) else [])
+    memory = replace(frozen(daemon, run), state_root=commit.state_root)
+    flip(daemon, memory, 0, WEIGHT)
+    model = Job()
+    assert starting(Exchange(CPU), stack_of(model), tmp_path).load(daemon.link, memory, accept) == disk
+    (bad,) = daemon.wait_for(Bad)
+    assert (bad.step, bad.stored_generation) == (3, 0)
+    assert "memory slot of rank 0: the state of step 3 in it has root" in bad.reason
+    assert f"stored was {commit.state_root[:16]}" in bad.reason
+    assert same_bits(tensors_of(model), tensors_of(Job(3.0)))
+
+
+def test_I3_a_bit_that_flips_in_what_is_the_ranks_own_is_found(tmp_path: Path, daemons: Callable[..., DaemonEnd]) -> None:
+    run, commit = saved_run(tmp_path)
+    disk = plan_for(commit)
+    daemon = daemons(lambda m: [disk] if isinstance(m, Bad) else [])
+    memory = replace(frozen(daemon, run), state_root=commit.state_root)
+    flip(daemon, memory, 0, "/rng/torch/cpu")
+    assert starting(Exchange(CPU), stack_of(Job()), tmp_path).load(daemon.link, memory, accept) == disk
+    assert "what is the rank's own of step 3 in it has root" in daemon.wait_for(Bad)[0].reason
+
+
+@pytest.mark.parametrize("state", ["whole", "manifest gone", "not on disk"])
+def test_a_good_snapshot_in_memory_is_taken_whatever_the_disk_says(tmp_path: Path, daemons: Callable[..., DaemonEnd], state: str) -> None:
+    run, commit = saved_run(tmp_path)
+    daemon = daemons()
+    memory = replace(frozen(daemon, run), state_root="" if state == "not on disk" else commit.state_root)
+    model = Job()  # its birth draws from the random streams, which belong to the snapshot
+    if state == "manifest gone":
+        (tmp_path / commit.manifests[0].path).unlink()
+    assert starting(Exchange(CPU), stack_of(model), tmp_path).load(daemon.link, memory, accept) == memory
+    assert same_bits(tensors_of(model), tensors_of(Job(3.0)))
+
+
+def test_I3_snapshots_in_memory_that_differ_between_ranks_are_planned_around(tmp_path: Path, daemons: Callable[..., DaemonEnd]) -> None:
+    """Nothing of the step is on disk yet, so nobody knows which rank is right: the cut is bad, and the next one is taken."""
+    run, commit = saved_run(tmp_path)
+    older = plan_for(commit, world_size=1)
+    run.train(1)
+    daemon = daemons(lambda m: [older] if isinstance(m, Bad) else [])
+    memory = frozen(daemon, run, ranks=2)
+    flip(daemon, memory, 1, WEIGHT)
+    models, lock = [Job(), Job()], threading.Lock()
+
+    class OneAtATime:
+        """The one line to the daemon, for two ranks."""
+
+        def ask(self, *question: Any) -> Any:
+            with lock:
+                return daemon.link.ask(*question)
+
+    def rank(exchange: Exchange) -> Plan:
+        return starting(exchange, stack_of(models[exchange.rank]), tmp_path).load(OneAtATime(), memory, accept)  # type: ignore[arg-type]
+
+    assert all_ranks(2, rank) == [older] * 2
+    (bad,) = daemon.wait_for(Bad)
+    assert f"1 pieces are not the same on all ranks, first ['{WEIGHT}']" in bad.reason
+    assert all(same_bits(tensors_of(model), tensors_of(Job(3.0))) for model in models)
 
 
 def test_I10_when_nothing_is_left_the_refusal_is_raised(stored: tuple[Path, list[CommitEntry]], daemons: Callable[..., DaemonEnd]) -> None:
