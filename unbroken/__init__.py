@@ -5,9 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from unbroken.capture.loader import Batches as Batches
-    from unbroken.capture.loader import Sampler as Sampler
-    from unbroken.capture.loader import keyed as keyed
     from unbroken.checkpoints import Store as Store
     from unbroken.checkpoints import open as open
     from unbroken.core.errors import CheckFailed as CheckFailed
@@ -25,15 +22,18 @@ if TYPE_CHECKING:
     from unbroken.core.errors import StoreError as StoreError
     from unbroken.core.errors import Transient as Transient
     from unbroken.core.errors import UnbrokenError as UnbrokenError
+    from unbroken.data.loader import Batches as Batches
+    from unbroken.data.loader import Sampler as Sampler
+    from unbroken.data.loader import keyed as keyed
     from unbroken.session import Run as Run
 
 __version__ = "0.1.0"
 
 _HOME = {
     "Run": "unbroken.session",
-    "Batches": "unbroken.capture.loader",
-    "Sampler": "unbroken.capture.loader",
-    "keyed": "unbroken.capture.loader",
+    "Batches": "unbroken.data.loader",
+    "Sampler": "unbroken.data.loader",
+    "keyed": "unbroken.data.loader",
     "Store": "unbroken.checkpoints",
     "open": "unbroken.checkpoints",
 } | dict.fromkeys(

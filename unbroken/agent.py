@@ -24,10 +24,10 @@ from unbroken.core.limits import DRAIN_TIMEOUT_S, LINGER_S
 from unbroken.core.os import hostname, is_alive
 from unbroken.core.ports import Clock, Nonces, SystemClock, SystemNonces
 from unbroken.core.records import EventRecord, StepRecord
-from unbroken.recover.board import Board
-from unbroken.recover.drain import Outcome
-from unbroken.recover.folder import RunFolder
-from unbroken.recover.verdict import Decision, Refusals
+from unbroken.daemon.board import Board
+from unbroken.daemon.drain import Outcome
+from unbroken.daemon.folder import RunFolder
+from unbroken.daemon.verdict import Decision, Refusals
 from unbroken.shm.channel import address, listen
 from unbroken.shm.place import PlaceLock
 from unbroken.shm.server import Client, Server

@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
+from unbroken.archive import reading
+from unbroken.archive.saving import Saving, save_failed
 from unbroken.core.errors import Fenced, NoCheckpoint, Refused, SaveFailed, StoreError
 from unbroken.core.limits import DRAIN_TIMEOUT_S, KEEP_NEWEST
 from unbroken.core.ports import SystemClock, SystemNonces, environment
 from unbroken.core.records import CommitEntry, RunFacts, StoredPiece
-from unbroken.recover import reading
-from unbroken.recover.certify import Certificate, certify
-from unbroken.recover.saving import Saving, save_failed
+from unbroken.proof.certify import Certificate, certify
 from unbroken.store.repository import Part, Repository, VerifyReport, naming
 from unbroken.store.tiers.disk import DiskTier, local_path
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Literal, TypedDict, cast, get_args
 
 from unbroken.core.limits import KEEP_NEWEST, MAX_THREADS, MAX_UNITS
-from unbroken.core.ports import Clock
 from unbroken.order.streams import check_seed
 
 Resume = Literal["auto", "must", "never"]
@@ -46,33 +45,6 @@ class Interval:
             return step % self.steps == 0
         assert self.seconds is not None
         return since_s + step_s >= self.seconds
-
-
-class Pace:
-    """When the next snapshot is due; `due` is the word for the coming boundary."""
-
-    def __init__(self, interval: Interval, clock: Clock, step: int) -> None:
-        self._interval = interval
-        self._clock = clock
-        self._saved_s = self._done_s = clock.monotonic()
-        self._step_s = 0.0
-        self.due = interval.due(step + 1, 0.0, 0.0)
-
-    def step_done(self) -> None:
-        """A step has been applied; the length of the longest recent one is kept."""
-        now = self._clock.monotonic()
-        self._step_s = max(now - self._done_s, 0.9 * self._step_s)
-        self._done_s = now
-
-    def saved(self) -> None:
-        """A snapshot has been taken."""
-        self._saved_s = self._clock.monotonic()
-
-    def due_after(self, step: int) -> bool:
-        """Will a snapshot be due at the boundary of `step`, two steps after the one applied last?"""
-        now_s = self._clock.monotonic()
-        saved_s = now_s + self._step_s if self.due else self._saved_s  # the coming boundary's snapshot has not been taken yet
-        return self._interval.due(step, now_s + 2 * self._step_s - saved_s, self._step_s)
 
 
 @dataclass(frozen=True, kw_only=True)

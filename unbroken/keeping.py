@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import warnings
 
-from unbroken.capture.reduce import Word
 from unbroken.capture.tree import Item
-from unbroken.capture.update import Applied
-from unbroken.config import Pace
+from unbroken.config import Interval
 from unbroken.core.errors import SaveFailed, UnbrokenError
 from unbroken.core.limits import DRAIN_TIMEOUT_S, MAX_ATTEMPTS, SLOT_WAIT_S
 from unbroken.core.messages import Plan, Refuse, Status, StatusReply
@@ -17,12 +15,41 @@ from unbroken.recover.diary import Diary
 from unbroken.recover.link import SaveWarning, StepLost
 from unbroken.recover.snapshots import Snapshots, expected_bytes
 from unbroken.recover.start import Counters
+from unbroken.step.reduce import Flags
+from unbroken.step.update import Applied
+
+
+class Pace:
+    """When the next snapshot is due; `due`: take one at the coming boundary."""
+
+    def __init__(self, interval: Interval, clock: Clock, step: int) -> None:
+        self._interval = interval
+        self._clock = clock
+        self._saved_s = self._done_s = clock.monotonic()
+        self._step_s = 0.0
+        self.due = interval.due(step + 1, 0.0, 0.0)
+
+    def step_done(self) -> None:
+        """A step has been applied; the length of the longest recent one is kept."""
+        now = self._clock.monotonic()
+        self._step_s = max(now - self._done_s, 0.9 * self._step_s)
+        self._done_s = now
+
+    def saved(self) -> None:
+        """A snapshot has been taken."""
+        self._saved_s = self._clock.monotonic()
+
+    def due_after(self, step: int) -> bool:
+        """Will a snapshot be due at the boundary of `step`, two steps after the one applied last?"""
+        now_s = self._clock.monotonic()
+        saved_s = now_s + self._step_s if self.due else self._saved_s  # the coming boundary's snapshot has not been taken yet
+        return self._interval.due(step, now_s + 2 * self._step_s - saved_s, self._step_s)
 
 
 class Keeping:
     """The saving half of a Run; all ranks call the same things at the same boundaries.
 
-    In the step path: `word` and `stepped` cost some 50 us on the host; `boundary` costs a look at the socket, and on snapshot steps
+    In the step path: `flags` and `stepped` cost some 50 us on the host; `boundary` costs a look at the socket, and on snapshot steps
     one walk over the state and one copy of it.
     """
 
@@ -53,10 +80,10 @@ class Keeping:
         """What the daemon does: "idle" or "draining"."""
         return self._opening.link.ask(Status(), StatusReply)[0].phase
 
-    def word(self, stop: bool) -> Word:
+    def flags(self, stop: bool) -> Flags:
         """What this rank says with the coming step. Rank 0 decides about snapshots one step ahead, so that it travels along."""
         due = self._rank == 0 and self._snapshots.has_room() and self._pace.due_after(self._counters.step + 2)
-        return Word(stop, due, self._opening.link.lost is not None)
+        return Flags(stop, due, self._opening.link.lost is not None)
 
     def stepped(self, attempt: int, applied: Applied, now_s: float) -> None:
         """A step has been applied by all."""
@@ -70,12 +97,12 @@ class Keeping:
         refuse = Refuse(generation=self.generation, step=step, attempt=attempt, rank=self._rank, reason=str(why)[:1000])
         return self._opening.link.retry(refuse, why)
 
-    def boundary(self, words: list[Word], *, last: bool) -> bool:
-        """The boundary of the step just applied; `words` came with it. True when a rank was asked to stop and all is committed."""
+    def boundary(self, told: list[Flags], *, last: bool) -> bool:
+        """The boundary of the step just applied; `told` came with it. True when a rank was asked to stop and all is committed."""
         self._opening.link.poll()
-        first, stop = self._counters.step == 0, any(word.stop for word in words)
+        first, stop = self._counters.step == 0, any(rank.stop for rank in told)
         urgent = stop or last or self._wanted is not None
-        if (urgent or self._pace.due) and any(word.daemon_lost for word in words):
+        if (urgent or self._pace.due) and any(rank.daemon_lost for rank in told):
             self._reattach()
         if self._wanted is not None:
             wanted, self._wanted = self._wanted, None
@@ -83,7 +110,7 @@ class Keeping:
         elif first or urgent or self._pace.due:
             self._snapshot(milestone=False, wait_s=DRAIN_TIMEOUT_S if urgent else SLOT_WAIT_S)
         if not first:
-            self._pace.due = words[0].snapshot_next
+            self._pace.due = told[0].snapshot_next
         return stop
 
     def want(self, milestone: bool, wait: bool) -> None:

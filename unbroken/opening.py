@@ -14,9 +14,6 @@ import torch
 from torch import nn
 
 from unbroken.capture import facts
-from unbroken.capture.exchange import Exchange, join_world
-from unbroken.capture.loader import Source
-from unbroken.capture.ring import require_equal_shares, require_fixed_buckets
 from unbroken.capture.stack import Stack
 from unbroken.capture.tree import Item
 from unbroken.cluster.exitcode import use_exit_codes
@@ -25,9 +22,12 @@ from unbroken.core.errors import LayoutMismatch, Refused
 from unbroken.core.limits import NUM_SLOTS
 from unbroken.core.messages import Plan
 from unbroken.core.ports import Clock, environment
+from unbroken.data.loader import Source
 from unbroken.order.ledger import check_same
 from unbroken.recover.link import Link
 from unbroken.recover.start import Counters, Start, digests, fact_items
+from unbroken.step.exchange import Exchange, join_world
+from unbroken.step.ring import require_equal_shares, require_fixed_buckets
 from unbroken.store.tiers.disk import DiskTier
 
 GRADES = {

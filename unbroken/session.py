@@ -21,8 +21,6 @@ from types import TracebackType
 from typing import Any, Unpack
 from weakref import WeakValueDictionary
 
-from unbroken.capture.loader import Source, as_source
-from unbroken.capture.micro import Batch
 from unbroken.capture.stack import Parts, Stack, keyed_parts
 from unbroken.capture.streams import Streams
 from unbroken.chaos import arm_from_environment
@@ -32,9 +30,11 @@ from unbroken.config import Options, RunConfig, resolve
 from unbroken.core.errors import UnbrokenError
 from unbroken.core.limits import DRAIN_TIMEOUT_S, EXIT_TIMEOUT_S
 from unbroken.core.ports import Clock, SystemClock, position
+from unbroken.data.loader import Source, as_source
 from unbroken.keeping import Keeping
 from unbroken.opening import EnvironmentChanged, Opening, device_of, refuse_metric_schedulers, refuse_sync_batch_norm
 from unbroken.recover.link import SaveWarning, StepLost
+from unbroken.step.micro import Batch
 from unbroken.stepping import Stepping
 from unbroken.store.tiers.disk import local_path
 
@@ -236,7 +236,7 @@ class Run:
 
         clip_grad_norm: largest 2-norm of the reduced gradient over all parameters. True: applied (or, after a loss-scale overflow,
         committed as skipped). False: a collective failed, everything is as at the step's beginning, the same units come again.
-        Cost: two collectives of the gradient's size in all; see `capture.update`.
+        Cost: two collectives of the gradient's size in all; see `step.update`.
         """
         self._require_open()
         applied = self._stepping.step(self._stop.requested, clip_grad_norm, self._clock.monotonic)
@@ -265,7 +265,7 @@ class Run:
     def _boundary(self) -> None:
         if self._boundary_open:
             self._boundary_open = False
-            if self._keeping.boundary(self._stepping.words, last=self._at_end()):
+            if self._keeping.boundary(self._stepping.told, last=self._at_end()):
                 self._keeping.stopped(self._stop.name)
                 self.close()
                 sys.exit(0)

@@ -10,20 +10,20 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from unbroken.capture.cursor import Cursor
-from unbroken.capture.exchange import ExchangeFailed
-from unbroken.capture.micro import Batch, Micro
-from unbroken.capture.reduce import Word
-from unbroken.capture.ring import RingUpdate
-from unbroken.capture.undo import Undo
-from unbroken.capture.update import Applied, Update, check_clip, scaled
 from unbroken.core.ports import failpoint, position
+from unbroken.data.cursor import Cursor
 from unbroken.keeping import Keeping
 from unbroken.opening import Opening
 from unbroken.order.ledger import unit_digest
 from unbroken.order.units import blocks
 from unbroken.recover.link import StepLost
 from unbroken.recover.start import Counters
+from unbroken.step.exchange import ExchangeFailed
+from unbroken.step.micro import Batch, Micro
+from unbroken.step.reduce import Flags
+from unbroken.step.ring import RingUpdate
+from unbroken.step.undo import Undo
+from unbroken.step.update import Applied, Update, check_clip, scaled
 
 
 class Stepping:
@@ -47,7 +47,7 @@ class Stepping:
         self._outcome: bool | None = None
         self.is_inside = False
         self.is_whole = True
-        self.words = [Word()]
+        self.told = [Flags()]
 
     @property
     def gradient_bytes(self) -> int:
@@ -97,7 +97,7 @@ class Stepping:
             raise RuntimeError(f"run.step() after {done} of {due} units: iterate over the whole batch")
         failpoint("step.reduce")
         try:
-            reduced = self._update.reduce(self._keeping.word(stop))
+            reduced = self._update.reduce(self._keeping.flags(stop))
         except ExchangeFailed as error:
             self._outcome = False
             self._refuse(error)
@@ -105,7 +105,7 @@ class Stepping:
         self.is_whole = False
         applied = self._update.apply(reduced, clip_grad_norm)
         self._outcome, self.is_inside = True, False
-        self.words = [rank.word for rank in reduced.facts]
+        self.told = [rank.flags for rank in reduced.facts]
         self._count(applied)
         self._keeping.stepped(self._attempt, applied, now_s())
         self._attempt = 0

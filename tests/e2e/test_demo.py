@@ -13,7 +13,7 @@ import pytest
 
 from unbroken.demo.plan import INTERVAL_STEPS, plan_faults
 from unbroken.demo.story import PHASES, read_accounts
-from unbroken.recover.certify import certify
+from unbroken.proof.certify import certify
 from unbroken.store.repository import Repository
 from unbroken.store.tiers.disk import DiskTier
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from unbroken.core.os import descendants, is_alive
-from unbroken.recover.certify import certify
+from unbroken.proof.certify import certify
 from unbroken.store.repository import Repository
 from unbroken.store.tiers.disk import DiskTier
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import unbroken
 from tests.rigs.tiny_run import Tiny, bits_of, end_daemon, loss_of, open_run
-from unbroken.capture.exchange import Exchange, ExchangeFailed
+from unbroken.step.exchange import Exchange, ExchangeFailed
 
 STEPS = 6
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 import unbroken
 from tests.rigs.ranks import run_ranks
 from tests.rigs.tiny_run import DATA_SEED, samples, train
-from unbroken.recover.certify import Certificate
+from unbroken.proof.certify import Certificate
 
 BENDS = ("none", "repeat", "swap", "drop")
 SCRIPT = "from tests.e2e.test_lying_loader import main\nmain()\n"

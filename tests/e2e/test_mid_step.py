@@ -14,7 +14,7 @@ import torch
 import unbroken
 from tests.rigs.tiny_run import loss_of, open_run, samples
 from tests.rigs.torture_runs import journal
-from unbroken.capture.exchange import Exchange, ExchangeFailed
+from unbroken.step.exchange import Exchange, ExchangeFailed
 
 STEPS = 6
 HIT = 4

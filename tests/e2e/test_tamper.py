@@ -18,10 +18,10 @@ from typer.testing import CliRunner
 import unbroken
 from tests.rigs import tiny_run
 from tests.rigs.tiny_run import commits, damage_newest, end_daemon, own_pack, packs_of, train
-from unbroken.capture.update import Applied
 from unbroken.cli.app import app
 from unbroken.core.errors import Damaged
 from unbroken.recover.diary import Diary
+from unbroken.step.update import Applied
 from unbroken.store.repository import Repository
 from unbroken.store.tiers.disk import DiskTier
 

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 from unbroken.core.messages import Message, NeedSlots, OldSlots, Slots
 from unbroken.core.ports import Clock, SystemClock
+from unbroken.daemon.memory import SlotTable
 from unbroken.recover.link import Link
-from unbroken.recover.memory import SlotTable
 from unbroken.shm.channel import Channel
 
 M = TypeVar("M")

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from tests.rigs.thread_exchange import bits_of
-from unbroken.capture.exchange import Exchange, ExchangeFailed, join_world
-from unbroken.capture.reduce import OrderedReduction, RankFacts, UnitFacts
 from unbroken.order.units import blocks
+from unbroken.step.exchange import Exchange, ExchangeFailed, join_world
+from unbroken.step.reduce import OrderedReduction, RankFacts, UnitFacts
 
 NUM_UNITS = 8
 """On three ranks their blocks are covered by 2, 2 and 1 nodes: what the ranks send is not equally long."""

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, get_worker_info
 
-from unbroken.capture.loader import Batches, Sampler, Source, Unit, as_source, keyed
+from unbroken.data.loader import Batches, Sampler, Source, Unit, as_source, keyed
 from unbroken.order.units import blocks
 
 

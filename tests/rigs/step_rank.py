@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from unbroken.capture.exchange import Exchange
-from unbroken.capture.reduce import Word
 from unbroken.capture.stack import Parts, Stack, keyed_parts
 from unbroken.capture.streams import Streams
 from unbroken.capture.tree import Item, write_item
-from unbroken.capture.update import Applied, Update, scaled
 from unbroken.core.records import Piece
 from unbroken.order.units import blocks
+from unbroken.step.exchange import Exchange
+from unbroken.step.reduce import Flags
+from unbroken.step.update import Applied, Update, scaled
 
 CPU = torch.device("cpu")
 
@@ -61,7 +61,7 @@ def step(
     """A whole step on this rank."""
     update.begin()
     run_units(update, loss_of, blocks(num_units, exchange.world_size)[exchange.rank], weights, scaler)
-    return update.apply(update.reduce(Word()), clip)
+    return update.apply(update.reduce(Flags()), clip)
 
 
 def raw(item: Item) -> bytes:

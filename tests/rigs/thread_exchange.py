@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from unbroken.capture.exchange import Exchange, ExchangeFailed
+from unbroken.step.exchange import Exchange, ExchangeFailed
 
 T = TypeVar("T")
 WAIT_S = 20.0

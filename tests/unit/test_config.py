@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from itertools import pairwise
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.rigs.daemon_end import HandClock
-from unbroken.config import Interval, Options, Pace, RunConfig, parse_interval, resolve
+from unbroken.config import Interval, Options, RunConfig, parse_interval, resolve
 from unbroken.core.limits import KEEP_NEWEST
 
 
@@ -67,61 +65,6 @@ def test_an_interval_in_steps_is_due_at_its_multiples() -> None:
 )
 def test_an_interval_in_seconds_is_due_before_another_step_would_exceed_it(since: float, step: float, due: bool) -> None:
     assert Interval(seconds=10).due(5, since, step) is due
-
-
-def snapshots(clock: HandClock, pace: Pace, length: float, steps: range) -> list[int]:
-    """The steps of a run at whose boundary a snapshot is taken: rank 0's word travels with the step before."""
-    taken = []
-    for step in steps:
-        word = pace.due_after(step + 1)
-        clock.sleep(length)
-        pace.step_done()
-        if pace.due:
-            pace.saved()
-            taken.append(step)
-        pace.due = word
-    return taken
-
-
-def test_steps_are_counted_from_the_runs_beginning_not_from_this_start() -> None:
-    clock = HandClock()
-    assert not Pace(Interval(steps=4), clock, 6).due
-    assert snapshots(clock, Pace(Interval(steps=4), clock, 6), 1.0, range(7, 18)) == [8, 12, 16]
-    assert snapshots(clock, Pace(Interval(steps=4), clock, 7), 1.0, range(8, 18)) == [8, 12, 16], "the very next boundary, too"
-    assert snapshots(clock, Pace(Interval(steps=1), clock, 0), 1.0, range(1, 5)) == [1, 2, 3, 4]
-
-
-@pytest.mark.parametrize("length", [0.1, 0.7, 3.0, 4.9])
-def test_no_more_work_than_was_said_lies_between_snapshots_and_not_much_less(length: float) -> None:
-    """In seconds, with steps of equal length."""
-    clock = HandClock()
-    taken = snapshots(clock, Pace(Interval(seconds=10), clock, 0), length, range(1, 1000))
-    gaps = [(b - a) * length for a, b in pairwise(taken)]
-    assert len(gaps) > 7 and max(gaps) <= 10 + 1e-9
-    assert min(gaps) >= 10 - 2 * length
-
-
-def test_steps_longer_than_the_interval_are_all_saved() -> None:
-    clock = HandClock()
-    taken = snapshots(clock, Pace(Interval(seconds=1), clock, 0), 30.0, range(1, 20))
-    assert taken == list(range(taken[0], 20)) and taken[0] <= 3
-
-
-def test_one_long_step_is_remembered_for_a_while_and_then_forgotten() -> None:
-    clock = HandClock()
-    pace = Pace(Interval(seconds=100), clock, 0)
-    clock.sleep(60)
-    pace.step_done()
-    pace.saved()
-    assert pace.due_after(2), "another such step would be too much"
-    clock.sleep(0.1)
-    pace.step_done()
-    assert pace.due_after(3), "and may come at any time"
-    for _ in range(20):
-        clock.sleep(0.1)
-        pace.step_done()
-    pace.saved()
-    assert not pace.due_after(22)
 
 
 def test_defaults() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -13,23 +14,23 @@ from torch.utils.data import TensorDataset
 
 from tests.rigs.daemon_end import DaemonEnd, HandClock, Said
 from tests.rigs.step_rank import CPU, stack_of
-from unbroken.capture.exchange import Exchange
-from unbroken.capture.loader import Batches, as_source
-from unbroken.capture.reduce import Word
-from unbroken.capture.update import Applied
-from unbroken.config import resolve
+from unbroken.config import Interval, resolve
 from unbroken.core.errors import SaveFailed, UnbrokenError
 from unbroken.core.limits import MAX_ATTEMPTS
 from unbroken.core.messages import Committed, Failed, Journal, Message, Plan, Ready, Refuse, Status, StatusReply, Verdict
 from unbroken.core.ports import SystemClock, position
 from unbroken.core.records import EventRecord, StepRecord
-from unbroken.keeping import Keeping
+from unbroken.data.loader import Batches, as_source
+from unbroken.keeping import Keeping, Pace
 from unbroken.opening import Opening
 from unbroken.recover.link import SaveWarning, StepLost
 from unbroken.recover.start import Counters
+from unbroken.step.exchange import Exchange
+from unbroken.step.reduce import Flags
+from unbroken.step.update import Applied
 
 STEP = Applied(loss=1.0, loss_bits="0" * 16, status="applied", num_samples=8, units=("0" * 32,))
-QUIET, LOST, STOP = [Word()], [Word(daemon_lost=True)], [Word(stop=True)]
+QUIET, LOST, STOP = [Flags()], [Flags(daemon_lost=True)], [Flags(stop=True)]
 
 
 def committing(message: Message) -> Iterable[Said]:
@@ -91,6 +92,61 @@ def half() -> Iterator[Callable[..., Half]]:
         one.daemon.close()
 
 
+def snapshots(clock: HandClock, pace: Pace, length: float, steps: range) -> list[int]:
+    """The steps of a run at whose boundary a snapshot is taken: rank 0's word travels with the step before."""
+    taken = []
+    for step in steps:
+        word = pace.due_after(step + 1)
+        clock.sleep(length)
+        pace.step_done()
+        if pace.due:
+            pace.saved()
+            taken.append(step)
+        pace.due = word
+    return taken
+
+
+def test_steps_are_counted_from_the_runs_beginning_not_from_this_start() -> None:
+    clock = HandClock()
+    assert not Pace(Interval(steps=4), clock, 6).due
+    assert snapshots(clock, Pace(Interval(steps=4), clock, 6), 1.0, range(7, 18)) == [8, 12, 16]
+    assert snapshots(clock, Pace(Interval(steps=4), clock, 7), 1.0, range(8, 18)) == [8, 12, 16], "the very next boundary, too"
+    assert snapshots(clock, Pace(Interval(steps=1), clock, 0), 1.0, range(1, 5)) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("length", [0.1, 0.7, 3.0, 4.9])
+def test_no_more_work_than_was_said_lies_between_snapshots_and_not_much_less(length: float) -> None:
+    """In seconds, with steps of equal length."""
+    clock = HandClock()
+    taken = snapshots(clock, Pace(Interval(seconds=10), clock, 0), length, range(1, 1000))
+    gaps = [(b - a) * length for a, b in pairwise(taken)]
+    assert len(gaps) > 7 and max(gaps) <= 10 + 1e-9
+    assert min(gaps) >= 10 - 2 * length
+
+
+def test_steps_longer_than_the_interval_are_all_saved() -> None:
+    clock = HandClock()
+    taken = snapshots(clock, Pace(Interval(seconds=1), clock, 0), 30.0, range(1, 20))
+    assert taken == list(range(taken[0], 20)) and taken[0] <= 3
+
+
+def test_one_long_step_is_remembered_for_a_while_and_then_forgotten() -> None:
+    clock = HandClock()
+    pace = Pace(Interval(seconds=100), clock, 0)
+    clock.sleep(60)
+    pace.step_done()
+    pace.saved()
+    assert pace.due_after(2), "another such step would be too much"
+    clock.sleep(0.1)
+    pace.step_done()
+    assert pace.due_after(3), "and may come at any time"
+    for _ in range(20):
+        clock.sleep(0.1)
+        pace.step_done()
+    pace.saved()
+    assert not pace.due_after(22)
+
+
 # -- when ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -107,11 +163,11 @@ def test_rank_0s_word_decides_about_the_boundary_after_next(half: Callable[..., 
     one = half(interval="3 steps")
     words, taken = [], []
     for step in range(1, 8):
-        word = one.keeping.word(False)
+        word = one.keeping.flags(False)
         words.append(word.snapshot_next)
         one.step()
         before = len([m for m in one.daemon.heard if isinstance(m, Ready)])
-        one.keeping.boundary([word, Word(snapshot_next=True)], last=False)
+        one.keeping.boundary([word, Flags(snapshot_next=True)], last=False)
         one.daemon.link.send(Status())
         one.daemon.wait_for(Status, step)
         if len([m for m in one.daemon.heard if isinstance(m, Ready)]) > before:
@@ -124,16 +180,18 @@ def test_another_rank_than_0_decides_nothing(half: Callable[..., Half]) -> None:
     one = half()
     one.opening.exchange.rank = 1
     other = Keeping(one.opening, one.plan, one.counters, one.clock)
-    assert other.word(True) == Word(stop=True, snapshot_next=False)
+    assert other.flags(True) == Flags(stop=True, snapshot_next=False)
 
 
-@pytest.mark.parametrize(("words", "last", "stops"), [(STOP, False, True), (QUIET, True, False), ([Word(), Word(stop=True)], False, True)])
+@pytest.mark.parametrize(
+    ("words", "last", "stops"), [(STOP, False, True), (QUIET, True, False), ([Flags(), Flags(stop=True)], False, True)]
+)
 def test_B34_a_request_to_stop_and_the_last_step_are_saved_whatever_the_interval(
-    half: Callable[..., Half], words: list[Word], last: bool, stops: bool
+    half: Callable[..., Half], told: list[Flags], last: bool, stops: bool
 ) -> None:
     one = half(interval="100 steps")
     one.step()
-    assert one.keeping.boundary(words, last=last) is stops
+    assert one.keeping.boundary(told, last=last) is stops
     assert one.saved(1) == [(1, False)]
 
 
@@ -266,12 +324,12 @@ def test_I9_a_lost_daemon_is_replaced_when_a_snapshot_is_due_and_hears_what_is_n
     one.daemon.hang_up()
     with pytest.warns(SaveWarning, match="another daemon is started at the next boundary"):
         one.step()
-    assert one.keeping.word(False).daemon_lost
+    assert one.keeping.flags(False).daemon_lost
     one.keeping.boundary(LOST, last=False)
     assert joined == [], "not before it is needed"
     one.keeping._pace.due = True
     position[1] = 2
-    one.keeping.boundary([Word(), Word(daemon_lost=True)], last=False)
+    one.keeping.boundary([Flags(), Flags(daemon_lost=True)], last=False)
     assert (joined, one.keeping.generation, position[1]) == ([2], 3, 3)
     (ready,) = second.wait_for(Ready)
     assert (ready.step, ready.generation) == (2, 3)

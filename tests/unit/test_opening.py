@@ -15,13 +15,12 @@ from torch.utils.data import TensorDataset
 
 from tests.rigs.step_rank import CPU, raw, stack_of
 from tests.rigs.thread_exchange import all_ranks
-from unbroken.capture.exchange import Exchange
-from unbroken.capture.loader import Batches, as_source
 from unbroken.capture.tree import rebuild
 from unbroken.config import resolve
 from unbroken.core.errors import LayoutMismatch, Refused
 from unbroken.core.messages import Plan
 from unbroken.core.ports import SystemClock
+from unbroken.data.loader import Batches, as_source
 from unbroken.opening import (
     EnvironmentChanged,
     Opening,
@@ -31,6 +30,7 @@ from unbroken.opening import (
     tell_launcher,
 )
 from unbroken.recover.start import Counters, Start, fact_items
+from unbroken.step.exchange import Exchange
 from unbroken.store.tiers.memory import MemoryTier
 
 

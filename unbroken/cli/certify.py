@@ -10,7 +10,7 @@ from rich.table import Table
 from unbroken.cli.output import DirArgument, JsonOption, console, errors_as_exit_codes, print_json
 
 if TYPE_CHECKING:
-    from unbroken.recover.certify import Certificate
+    from unbroken.proof.certify import Certificate
 
 FACTS = (
     "steps",

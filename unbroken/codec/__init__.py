@@ -1,1 +1,1 @@
-"""Bytes to bytes, pure."""
+"""Digests of bytes, pure: leaf, piece, state root, rank root."""

@@ -1,1 +1,1 @@
-"""Nouns without logic: records, errors, limits and ports. No I/O, no torch, nothing above it."""
+"""Nouns without logic: records, messages, errors, limits, ports; and `os.py`, the one place of OS-specific calls."""

@@ -15,8 +15,8 @@ from unbroken.demo.narrator import Tell, Told
 from unbroken.demo.plan import INTERVAL_STEPS, Plan, plan_faults
 from unbroken.demo.report import Pages, render
 from unbroken.demo.story import PHASES, PowerLoss, Recovery, Spread, curves, moment, read_accounts, recoveries, spread
-from unbroken.recover.certify import Certificate, certify
-from unbroken.recover.history import read_history
+from unbroken.proof.certify import Certificate, certify
+from unbroken.proof.history import read_history
 from unbroken.store.repository import Repository
 from unbroken.store.tiers.disk import DiskTier
 

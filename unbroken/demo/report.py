@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from unbroken.demo.charts import Scene, bars, key, losses, numbered, starts, strike_words
 from unbroken.demo.story import PHASES, Recovery, Spread
-from unbroken.recover.certify import Certificate
+from unbroken.proof.certify import Certificate
 
 STYLE = """
 :root{color-scheme:light dark;--page:#f7f7f5;--card:#fff;--ink:#1d1f23;--soft:#646b75;--line:#dfe2e6;--reference:#c3cddd;--run:#1f5fbf;

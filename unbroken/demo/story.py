@@ -14,7 +14,7 @@ from msgspec import Struct
 from unbroken.chaos.inject import Struck
 from unbroken.core.errors import Damaged
 from unbroken.core.records import BeginRecord, EventRecord, Record, StepRecord
-from unbroken.recover.history import History
+from unbroken.proof.history import History
 from unbroken.store.journal import read_journal
 from unbroken.store.repository import Repository
 

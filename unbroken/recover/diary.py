@@ -8,12 +8,12 @@ from collections.abc import Iterator
 
 import msgspec
 
-from unbroken.capture.update import Applied
 from unbroken.core.limits import MAX_MESSAGE_BYTES
 from unbroken.core.messages import Journal, Plan
 from unbroken.core.records import EventRecord, Record, StepRecord
 from unbroken.recover.link import DaemonLost, Link, SaveWarning, StepLost
 from unbroken.recover.snapshots import Taken
+from unbroken.step.update import Applied
 
 RECORDS_BYTES = MAX_MESSAGE_BYTES - 1024
 """Of records in one message; a step's takes some 150 bytes and 35 per unit."""

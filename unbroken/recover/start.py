@@ -14,7 +14,6 @@ from typing import Any
 
 from msgspec import Struct
 
-from unbroken.capture.exchange import Exchange
 from unbroken.capture.stack import Pieces, Stack
 from unbroken.capture.tree import Item, flatten, rebuild, write_item
 from unbroken.codec.digest import digest, state_root
@@ -26,6 +25,7 @@ from unbroken.core.records import Piece
 from unbroken.recover.link import Link
 from unbroken.recover.sources import Loaded, check_frozen, from_disk, from_memory
 from unbroken.recover.together import together
+from unbroken.step.exchange import Exchange
 
 
 class _Found(Struct, frozen=True):

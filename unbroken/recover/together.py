@@ -7,10 +7,10 @@ from typing import TypeVar
 
 from msgspec import Struct
 
-from unbroken.capture.exchange import Exchange
 from unbroken.core.errors import UnbrokenError
 from unbroken.core.messages import Error
 from unbroken.recover.link import raise_error
+from unbroken.step.exchange import Exchange
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ from unbroken.core.records import EventRecord
 from unbroken.demo.charts import Scene
 from unbroken.demo.report import Pages, render
 from unbroken.demo.story import PHASES, Account, Curve, PowerLoss, recoveries, spread
-from unbroken.recover.certify import Certificate, Condemned
+from unbroken.proof.certify import Certificate, Condemned
 
 VOID = {"meta", "br", "img", "input", "link", "hr"}
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from tests.rigs.daemon_end import heard_on, line
-from unbroken.capture.update import Applied
 from unbroken.core.limits import MAX_MESSAGE_BYTES
 from unbroken.core.messages import Committed, Journal, Plan
 from unbroken.core.records import EventRecord, Record, StepRecord
@@ -18,6 +17,7 @@ from unbroken.recover.diary import Diary
 from unbroken.recover.link import Link, SaveWarning, StepLost
 from unbroken.recover.snapshots import Taken
 from unbroken.shm.channel import Channel, encode
+from unbroken.step.update import Applied
 
 Ends = tuple[Link, Channel]
 

@@ -18,7 +18,6 @@ from tests.rigs.daemon_end import DaemonEnd, Said
 from tests.rigs.stack_run import StackRun, items_of, plan_for
 from tests.rigs.step_rank import CPU, raw, same_bits, stack_of, tensors_of
 from tests.rigs.thread_exchange import all_ranks
-from unbroken.capture.exchange import Exchange
 from unbroken.capture.freeze import freeze, needed_bytes, plan_slot
 from unbroken.capture.stack import Stack
 from unbroken.capture.streams import Streams
@@ -28,6 +27,7 @@ from unbroken.core.messages import Bad, Begin, Error, Message, Opened, Plan
 from unbroken.core.ports import SystemClock
 from unbroken.core.records import CommitEntry
 from unbroken.recover.start import Start, fact_items
+from unbroken.step.exchange import Exchange
 from unbroken.store.tiers.disk import DiskTier
 
 FRESH = Plan(generation=0, step=0, source="fresh")

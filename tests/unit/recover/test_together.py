@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.rigs.thread_exchange import all_ranks
-from unbroken.capture.exchange import Exchange
 from unbroken.core import errors
 from unbroken.recover.together import together
+from unbroken.step.exchange import Exchange
 
 
 def test_each_rank_gets_its_own_result() -> None:

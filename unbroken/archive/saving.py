@@ -1,0 +1,156 @@
+"""The writing side of a Store: the lease on a folder, its open generation, and one save after another into it. Synchronous, no torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+
+from unbroken.archive.reading import PassedOver
+from unbroken.core.errors import Fenced, Refused, SaveFailed
+from unbroken.core.os import boot_id, hostname
+from unbroken.core.ports import Clock, Nonces, failpoint
+from unbroken.core.records import BeginRecord, CommitEntry, Generation, RootRecord, RunFacts, Writer
+from unbroken.store.journal import JournalWriter
+from unbroken.store.lease import WriterLease
+from unbroken.store.repository import Part, Repository
+from unbroken.store.tiers.disk import DiskTier
+
+
+class DiskSaveFailed(SaveFailed, OSError):
+    """A save failed because the operating system said so; `errno` is what it said."""
+
+    def __str__(self) -> str:
+        return str(self.strerror)
+
+
+def save_failed(step: int, cause: Exception) -> SaveFailed:
+    """The error of a failed save, to be raised from its cause: it keeps the cause's type and text, and its errno if there is one."""
+    text = f"step {step} was not saved: {type(cause).__name__}: {cause}"
+    link: BaseException | None = cause
+    for _ in range(16):
+        if isinstance(link, OSError) and link.errno is not None:
+            return DiskSaveFailed(link.errno, text)
+        link = link.__cause__ or link.__context__ if link is not None else None
+    return SaveFailed(text)
+
+
+class Saving:
+    """This process's hold on a folder as its writer. `last` is the newest checkpoint a reader would find; `notes` wait to be shown."""
+
+    def __init__(self, repository: Repository, lease: WriterLease, writer: Writer, clock: Clock, nonces: Nonces) -> None:
+        self.repository = repository
+        self.notes: list[str] = []
+        self._lease = lease
+        self._writer = writer
+        self._clock = clock
+        self._nonces = nonces
+        self._generation: Generation | None = None
+        self._journal: JournalWriter | None = None
+        if lease.took_over is not None and "of this process" not in lease.took_over:
+            self.notes.append(f"{repository.facts.run_id}: took the folder over from {lease.took_over}, which is gone")
+
+    @classmethod
+    def open(cls, tier: DiskTier, clock: Clock, nonces: Nonces) -> Saving:
+        """Take the lease and open or create the run. Raises Fenced naming the holder, ForeignFolder, NewerFormat, OSError."""
+        Repository.exists(tier)  # a foreign folder must not get so much as a lock file from us
+        writer = Writer(host=hostname(), pid=os.getpid(), boot_id=boot_id(), since=clock.utc())
+        lease = WriterLease.acquire(tier.root, writer)
+        try:
+            if Repository.exists(tier):
+                repository = Repository.open(tier)
+                if repository.facts.options.get("writer") != "store":
+                    raise Refused(f"{tier.root} holds a training run, whose history a Store would fork: use another folder for it")
+            else:
+                facts = RunFacts(run_id=nonces.nonce(), created=clock.utc(), options={"writer": "store"})
+                repository = Repository.create(tier, facts)
+        except BaseException:  # raised again: whatever it was, the folder must not stay taken
+            lease.release()
+            raise
+        return cls(repository, lease, writer, clock, nonces)
+
+    @property
+    def last(self) -> CommitEntry | None:
+        """The newest visible checkpoint."""
+        commits = self.repository.visible()
+        return commits[-1] if commits else None
+
+    def check(self) -> None:
+        """Raises Fenced if another Store of this process has taken the folder over."""
+        if not self._lease.is_held:
+            raise Fenced(f"{self._lease.path}: another Store of this process writes this folder now: use that one")
+
+    def save(self, step: int, parts: Sequence[Part], milestone: bool, base: CommitEntry | None, loaded_root: str) -> None:
+        """Write and commit one checkpoint. With `base` the steps beyond it are left behind. After an error a new generation is begun."""
+        try:
+            if base is not None or self._journal is None:
+                last = base or self.last
+                if last is not None and last.step > step:
+                    raise Refused(f"step {step} does not follow step {last.step}: the save that was to go back before it has failed")
+                self._begin(last, loaded_root)
+            assert self._generation is not None and self._journal is not None
+            manifest, ref = self.repository.write(
+                step=step,
+                generation=self._generation.number,
+                nonce=self._generation.nonce,
+                node=0,
+                world_size=1,
+                logical=parts,
+                per_rank={0: ()},
+            )
+            self._journal.add(RootRecord(step=step, state_root=manifest.state_root, rank_roots=manifest.rank_roots))
+            self._journal.sync()
+            failpoint("saving.before_commit")
+            self.repository.commit(
+                manifests=[(manifest, ref)],
+                milestone=milestone,
+                journal_head=self._journal.head,
+                journal_lines=self._journal.num_lines,
+                writer=self._writer,
+                clock=self._clock,
+            )
+        except BaseException:  # raised again: the next save must not go on in a journal of which nobody knows what it holds
+            self._journal = None
+            raise
+
+    def collect(self, keep: int) -> None:
+        """Remove what retention no longer keeps. A failure is a note: what stays is removed by a later collection."""
+        try:
+            self.repository.collect(keep, writer=self._writer, clock=self._clock)
+        except Exception as error:  # noqa: BLE001  (safe: the checkpoint is committed; what stays is removed later, and it is said)
+            self.notes.append(f"old checkpoints could not be removed ({type(error).__name__}: {error}); the next save tries again")
+
+    def condemn(self, passed_over: Iterable[PassedOver]) -> None:
+        """Withdraw damaged checkpoints in the log, so that nothing builds on their chunks. The next save begins a new generation."""
+        self.repository.refresh()
+        known = {(c.step, c.generation) for c in self.repository.log.state.condemned}
+        for bad in passed_over:
+            if bad.generation is None or (bad.step, bad.generation) in known:
+                continue
+            self.repository.condemn(bad.step, bad.generation, bad.objects, bad.reason, writer=self._writer, clock=self._clock)
+            self._journal = None
+
+    def release(self) -> None:
+        """Let the folder go."""
+        self._lease.release()
+
+    def _begin(self, base: CommitEntry | None, loaded_root: str) -> None:
+        generation = self.repository.open_generation(
+            base_step=base.step if base is not None else 0,
+            base_root=base.state_root if base is not None else "",
+            source="disk" if base is not None else "fresh",
+            nonce=self._nonces.nonce(),
+            world_size=1,
+            writer=self._writer,
+            clock=self._clock,
+        )
+        journal = JournalWriter(self.repository.tier, self.repository.lineage, generation.number, generation.nonce)
+        begin = BeginRecord(
+            generation=generation.number,
+            base_step=generation.base_step,
+            source="disk" if base is not None else "fresh",
+            loaded_root=loaded_root if base is not None and loaded_root == base.state_root else "",
+            world_size=1,
+            time_s=self._clock.monotonic(),
+        )
+        journal.add(begin)
+        self._generation, self._journal = generation, journal

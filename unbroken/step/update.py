@@ -1,0 +1,314 @@
+"""One step as a transaction: units in, one reduced gradient, the update applied by all ranks or by none.
+
+begin -> unit (load buffers of the step's beginning; forward and backward by the user; set the gradient aside) ... -> reduce -> apply.
+Nothing of the state changes before `reduce` has returned, so that a refused attempt is undone by putting the buffers back.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from unbroken.capture.stack import Stack
+from unbroken.codec.digest import text_digest
+from unbroken.core.ports import failpoint
+from unbroken.order.tree import Node, merge
+from unbroken.step.exchange import Exchange
+from unbroken.step.live_buffers import LiveBuffers
+from unbroken.step.reduce import Flags, OrderedReduction, RankFacts, Reduced, UnitFacts
+
+
+@dataclass(frozen=True)
+class Applied:
+    """What a step did: `loss` is the weighted mean over its units in unit order; `status` "skipped" after a scaler overflow."""
+
+    loss: float
+    loss_bits: str
+    status: Literal["applied", "skipped"]
+    num_samples: int
+    units: tuple[str, ...]
+
+
+def bits(value: float) -> str:
+    """The 64 bits of a float as 16 hex digits, most significant first."""
+    return struct.pack(">d", value).hex()
+
+
+def from_bits(text: str) -> float:
+    """The float that `bits` wrote."""
+    return float(struct.unpack(">d", bytes.fromhex(text))[0])
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """One unit set aside: its facts, loss (float64, on the device), which buffers it wrote, and its integer buffers' values."""
+
+    unit: int
+    digest: str
+    weight: int
+    loss: torch.Tensor | None
+    changed: Sequence[torch.Tensor]
+    integers: Sequence[torch.Tensor] | None
+
+
+class Update:
+    """Holds one step's gradients until they are applied.
+
+    Cost in the step path: a pass over the gradients per unit, the collectives of `OrderedReduction.reduce`, a copy of the reduced
+    gradient into `.grad`; float buffers travel with the gradients. On accelerators the losses and facts are read once per step.
+    """
+
+    def __init__(self, stack: Stack, num_units: int, exchange: Exchange, *, silence: bool = True) -> None:
+        self._stack = stack
+        self._parameters = [p for p in stack.parameters().values()]
+        self._buffers = LiveBuffers(stack.parts.models)
+        self._num_units = num_units
+        self._exchange = exchange
+        integer_bytes = sum(b.numel() * b.element_size() for b in self._buffers.integers)
+        self.reduction = OrderedReduction([*self._parameters, *self._buffers.floats], num_units, exchange, integer_bytes)
+        self.collected: list[_Unit] = []
+        self._ran = {id(o): False for o in stack.parts.optimizers.values()}
+        self._applying = [False]  # the hooks hold this and `_ran`, not us: an optimizer may outlive the run
+        self._undone: list[Callable[[], None]] = []
+        self._epochs: list[Any] | None = None
+        for optimizer in stack.parts.optimizers.values():
+            self._undone += [hook.remove for hook in _step_hooks(optimizer, self._applying, self._ran)]
+        for model in stack.parts.models.values():
+            if silence and isinstance(model, DistributedDataParallel):
+                self._silence(model)
+
+    def close(self) -> None:
+        """Leave the user's objects as they were found. Idempotent."""
+        while self._undone:
+            self._undone.pop()()
+
+    def _silence(self, model: DistributedDataParallel) -> None:
+        """Ordered reduction is ours: DDP's own, bucket-wise one must stay silent, and buffers follow the units."""
+        before = {name: getattr(model, name) for name in ("require_backward_grad_sync", "broadcast_buffers")}
+        self._undone.append(lambda: model.__dict__.update(before))
+        model.require_backward_grad_sync = False
+        model.broadcast_buffers = False
+
+    def begin(self) -> None:
+        """Start an attempt: remember the buffers as they stand, forget gradients of the user's own. Cost: a copy of the buffers."""
+        if self._epochs not in (None, self._scheduler_epochs()):
+            raise RuntimeError(
+                "a scheduler was stepped by the loop, which run.step() does: leave scheduler.step() out, or scheduler= of Run"
+            )
+        self._clear_gradients()
+        self.reduction.reset()
+        self.collected.clear()
+        self._buffers.remember()
+
+    def undo(self) -> None:
+        """Give up the attempt: buffers, gradients and collected units are as they were at its beginning."""
+        self._buffers.rewind()
+        self.begin()
+
+    def start_unit(self) -> None:
+        """Every unit starts from the buffers of the step's beginning, and without gradients."""
+        self._buffers.rewind()
+        self._clear_gradients()
+
+    @torch.no_grad()
+    def finish_unit(self, unit: int, digest: str, weight: int, loss: torch.Tensor | None) -> None:
+        """Set the unit's gradients and buffers aside and clear `.grad`. A unit without samples has weight 0 and no loss."""
+        # a unit without samples has run nothing: what the buffers hold is the beginning's, or another unit's
+        self._buffers.settle()
+        floats = self._buffers.floats
+        gradients = [_dense(p.grad) if weight else None for p in self._parameters]
+        values: Sequence[torch.Tensor | None] = [*gradients, *(floats if weight else [None] * len(floats))]
+        self.reduction.add(unit, weight, values, [g is not None for g in gradients] + [False] * len(floats))
+        self._clear_gradients()
+        integers = [b.detach().clone() for b in self._buffers.integers] if loss is not None else None
+        self.keep(unit, digest, weight, loss, changed=self._buffers.changed(), integers=integers)
+
+    def keep(
+        self,
+        unit: int,
+        digest: str,
+        weight: int,
+        loss: torch.Tensor | None,
+        *,
+        changed: Sequence[torch.Tensor] = (),
+        integers: Sequence[torch.Tensor] | None = None,
+    ) -> None:
+        """Remember a unit's facts until the collective phase; nothing is read from the device yet."""
+        self.collected.append(_Unit(unit, digest, weight, None if loss is None else loss.detach().double(), changed, integers))
+
+    def reduce(self, flags: Flags) -> Reduced:
+        """The collective phase. Raises ExchangeFailed; the state is then still that of the step's beginning."""
+        self._buffers.rewind()
+        units, raw = [], b""
+        num_floats = len(self._buffers.floats)
+        present = bytearray(self.reduction.present)
+        for u, (loss, changed) in zip(self.collected, self._read_facts(), strict=True):
+            digest = ""
+            for j, flag in enumerate(changed[:num_floats]):
+                present[len(self._parameters) + j] |= flag
+            if any(changed[num_floats:]):
+                raw = b"".join(tensor_bytes(b) for b in u.integers or ())
+                digest = text_digest(raw)[:32]
+            units.append(UnitFacts(u.unit, u.digest, u.weight, bits(loss), digest))
+        facts = RankFacts(units=tuple(units), flags=flags, present=bytes(present), integers=raw)
+        return self.reduction.reduce(facts)
+
+    def _read_facts(self) -> list[tuple[float, list[bool]]]:
+        """Of each unit its loss and which buffers it wrote; one copy from the device, which waits for the step's forward passes."""
+        told = [[] if u.loss is None else [u.loss.reshape(()), *(u.changed if u.integers is not None else ())] for u in self.collected]
+        flat = [value for unit in told for value in unit]
+        read = iter(torch.stack([value.to(flat[0].device, torch.float64) for value in flat]).tolist() if flat else ())
+        facts = []
+        for unit in told:
+            loss, *changed = [next(read) for _ in unit] or [0.0]
+            facts.append((loss, [bool(flag) for flag in changed]))
+        return facts
+
+    def apply(self, reduced: Reduced, clip_grad_norm: float | None) -> Applied:
+        """Unscale, clip, optimizers, schedulers, zero_grad. All ranks do the same on the same bits."""
+        units = reduced.units()
+        self._check_integers(units)
+        self._deliver(reduced)
+        failpoint("step.optimizer")
+        self._applying[0] = True
+        applied = self._run_optimizers(clip_grad_norm)
+        self._applying[0] = False
+        self._clear_gradients()
+        if applied:
+            for scheduler in self._stack.parts.schedulers.values():
+                scheduler.step()
+        self._epochs = self._scheduler_epochs()
+        loss = self._loss(units, reduced.total_weight)
+        return Applied(
+            loss=loss,
+            loss_bits=bits(loss),
+            status="applied" if applied else "skipped",
+            num_samples=sum(u.weight for u in units),
+            units=tuple(u.digest for u in units),
+        )
+
+    def _scheduler_epochs(self) -> list[Any]:
+        return [getattr(scheduler, "last_epoch", None) for scheduler in self._stack.parts.schedulers.values()]
+
+    def _clear_gradients(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    @torch.no_grad()
+    def _deliver(self, reduced: Reduced) -> None:
+        present = bytearray(len(self._parameters) + len(self._buffers.floats))
+        for rank in reduced.facts:
+            for i, flag in enumerate(rank.present):
+                present[i] |= flag
+        layout = self.reduction.layout
+        for i, parameter in enumerate(self._parameters):
+            value = layout.view(reduced.flats, i)
+            parameter.grad = _as_gradient(value, parameter) if present[i] else None
+        for j, buffer in enumerate(self._buffers.floats):
+            i = len(self._parameters) + j
+            if present[i]:
+                buffer.copy_(layout.view(reduced.flats, i))
+        raw = next((rank.integers for rank in reduced.facts if rank.integers), b"")
+        if raw:
+            offset = 0
+            for buffer in self._buffers.integers:
+                size = buffer.numel() * buffer.element_size()
+                part = torch.frombuffer(bytearray(raw[offset : offset + size]), dtype=torch.uint8) if size else None
+                if part is not None:
+                    buffer.copy_(part.view(buffer.dtype).view(buffer.shape))
+                offset += size
+
+    def _check_integers(self, units: list[UnitFacts]) -> None:
+        told = {u.integers for u in units if u.weight}  # "" where a unit left them alone
+        if len(told) > 1:
+            raise ValueError(
+                f"integer buffers {self._integer_names()} came out different from different units of one step, so that no order of units "
+                "gives one result; make them a function of the step only, or keep them outside the model"
+            )
+
+    def _integer_names(self) -> list[str]:
+        return sorted(name for name, buffer in self._stack.buffers().items() if not buffer.is_floating_point())
+
+    def _run_optimizers(self, clip_grad_norm: float | None) -> bool:
+        scaler, optimizers = self._stack.parts.scaler, list(self._stack.parts.optimizers.values())
+        if scaler is not None:
+            optimizers = [o for o in optimizers if _has_gradient(o)]  # a scaler refuses the others
+            for optimizer in optimizers:
+                scaler.unscale_(optimizer)
+        if clip_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self._parameters, clip_grad_norm)
+        for key in self._ran:
+            self._ran[key] = False
+        for optimizer in optimizers:
+            if scaler is not None:
+                scaler.step(optimizer)
+            else:
+                optimizer.step()
+        if scaler is None or not optimizers:
+            return True
+        applied = any(self._ran[id(o)] and not _skipped_inside(scaler, o) for o in optimizers)
+        scaler.update()
+        return applied
+
+    def _loss(self, units: list[UnitFacts], total_weight: int) -> float:
+        nodes = merge({Node(0, u.unit): u.weight * from_bits(u.loss) for u in units}, lambda a, b: a + b, self._num_units)
+        assert len(nodes) == 1
+        return float(next(iter(nodes.values()))) / max(total_weight, 1)
+
+
+def _step_hooks(optimizer: torch.optim.Optimizer, applying: list[bool], ran: dict[int, bool]) -> list[Any]:
+    def before(*_: Any) -> None:
+        if not applying[0]:
+            raise RuntimeError("optimizer.step() was called by the loop: call run.step() instead, which steps the optimizers of Run")
+
+    def after(*_: Any) -> None:
+        ran[id(optimizer)] = True
+
+    return [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
+
+
+def check_clip(norm: float | None) -> None:
+    """ValueError or TypeError unless this is a norm that gradients can be clipped to."""
+    if norm is None:
+        return
+    if isinstance(norm, bool) or not isinstance(norm, int | float):
+        raise TypeError(f"clip_grad_norm={norm!r}: give a number, or leave it out")
+    if not norm > 0:
+        raise ValueError(f"clip_grad_norm={norm!r}: give a norm above 0, or leave it out")
+
+
+def tensor_bytes(tensor: torch.Tensor) -> bytes:
+    """A tensor's elements as bytes, in logical order."""
+    return bytes(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+
+
+def _as_gradient(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """In the parameter's type and strides: a fused optimizer walks memory, not elements."""
+    if parameter.is_contiguous():
+        return value.to(parameter.dtype)
+    return torch.empty_like(parameter).copy_(value)
+
+
+def _has_gradient(optimizer: torch.optim.Optimizer) -> bool:
+    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+
+
+def _skipped_inside(scaler: Any, optimizer: torch.optim.Optimizer) -> bool:
+    """Did a fused optimizer, whose `step` always runs, leave all untouched because of an overflow?"""
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return False
+    return any(bool(found) for found in scaler._found_inf_per_device(optimizer).values())
+
+
+def _dense(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
+
+
+def scaled(scaler: Any, loss: torch.Tensor) -> torch.Tensor:
+    """The loss times the scaler's scale; the loss itself without a scaler."""
+    return loss if scaler is None else scaler.scale(loss)
