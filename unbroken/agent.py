@@ -39,7 +39,7 @@ MAX_TEXT_CHARS = 8000
 """Of an error told to a client: a message has a limit, and people have one, too."""
 
 LOCK_WAIT_S = 10.0
-"""A daemon that is just ending is waited for this long."""
+"""How long to wait for a daemon that is shutting down."""
 
 TICK_S = 1.0
 SHORT_TICK_S = 0.05

@@ -114,7 +114,7 @@ def test_the_ten_lines_compile_and_use_what_exists() -> None:
         "unbroken.Run": unbroken.Run,
         "unbroken.Batches": unbroken.Batches,
         "run.step": unbroken.Run.step,
-        "micro.backward": __import__("unbroken.step.micro").capture.micro.Micro.backward,
+        "micro.backward": __import__("unbroken.step.micro").step.micro.Micro.backward,
     }
     seen = set()
     for node in ast.walk(tree):
@@ -124,7 +124,7 @@ def test_the_ten_lines_compile_and_use_what_exists() -> None:
             unknown = {keyword.arg for keyword in node.keywords} - parameters(calls[name])
             assert not unknown, f"{name} has no {unknown}"
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "micro":
-            assert hasattr(__import__("unbroken.step.micro").capture.micro.Micro, node.attr)
+            assert hasattr(__import__("unbroken.step.micro").step.micro.Micro, node.attr)
     assert seen == set(calls)
 
 

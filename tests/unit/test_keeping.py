@@ -184,7 +184,7 @@ def test_another_rank_than_0_decides_nothing(half: Callable[..., Half]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "last", "stops"), [(STOP, False, True), (QUIET, True, False), ([Flags(), Flags(stop=True)], False, True)]
+    ("told", "last", "stops"), [(STOP, False, True), (QUIET, True, False), ([Flags(), Flags(stop=True)], False, True)]
 )
 def test_B34_a_request_to_stop_and_the_last_step_are_saved_whatever_the_interval(
     half: Callable[..., Half], told: list[Flags], last: bool, stops: bool

@@ -28,7 +28,7 @@ class StopRequest:
             self._previous[number] = signal.signal(number, self._arrive)
 
     def remove(self) -> None:
-        """Give the signals back to whoever had them. Where somebody listens who came after us, we go on passing his on to them."""
+        """Give the signals back to whoever had them. If a later handler wraps ours, stay in the chain and forward to the earlier one."""
         if threading.current_thread() is not threading.main_thread():
             return
         self._listening = False
