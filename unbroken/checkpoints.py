@@ -121,7 +121,7 @@ class _Background:
 
 def _report_unseen(failures: list[tuple[int, Exception]]) -> None:
     for step, cause in failures:
-        print(f"unbroken: {save_failed(step, cause)}; reported at exit, because nothing called wait() or close()", file=sys.stderr, flush=True)
+        print(f"unbroken: {save_failed(step, cause)}; reported at exit: nothing called wait() or close()", file=sys.stderr, flush=True)
 
 
 class Store:
