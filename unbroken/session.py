@@ -36,13 +36,13 @@ from unbroken.chaos import arm_from_environment
 from unbroken.cluster.exitcode import use_exit_codes
 from unbroken.cluster.preempt import StopRequest
 from unbroken.config import Options, RunConfig, resolve
+from unbroken.core.errors import EnvironmentChanged, SaveWarning, StepLost
 from unbroken.core.limits import DRAIN_TIMEOUT_S, EXIT_TIMEOUT_S
 from unbroken.core.ports import Clock, SystemClock, failpoint, position
 from unbroken.keeping import Keeping
-from unbroken.opening import EnvironmentChanged, Opening, device_of, refuse_metric_schedulers, refuse_sync_batch_norm
+from unbroken.opening import Opening, device_of, refuse_metric_schedulers, refuse_sync_batch_norm
 from unbroken.order.ledger import unit_digest
 from unbroken.order.units import blocks
-from unbroken.recover.link import SaveWarning, StepLost
 from unbroken.store.tiers.disk import local_path
 
 __all__ = ["EnvironmentChanged", "Run", "SaveWarning", "StepLost"]

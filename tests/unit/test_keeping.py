@@ -18,14 +18,13 @@ from unbroken.capture.loader import Batches, as_source
 from unbroken.capture.reduce import Word
 from unbroken.capture.update import Applied
 from unbroken.config import resolve
-from unbroken.core.errors import SaveFailed, UnbrokenError
+from unbroken.core.errors import SaveFailed, SaveWarning, StepLost, UnbrokenError
 from unbroken.core.limits import MAX_ATTEMPTS
 from unbroken.core.messages import Committed, Failed, Journal, Message, Plan, Ready, Refuse, Status, StatusReply, Verdict
 from unbroken.core.ports import SystemClock, position
 from unbroken.core.records import EventRecord, StepRecord
 from unbroken.keeping import Keeping
 from unbroken.opening import Opening
-from unbroken.recover.link import SaveWarning, StepLost
 from unbroken.recover.start import Counters
 
 STEP = Applied(loss=1.0, loss_bits="0" * 16, status="applied", num_samples=8, units=("0" * 32,))

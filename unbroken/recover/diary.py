@@ -9,10 +9,11 @@ from collections.abc import Iterator
 import msgspec
 
 from unbroken.capture.update import Applied
+from unbroken.core.errors import SaveWarning, StepLost
 from unbroken.core.limits import MAX_MESSAGE_BYTES
 from unbroken.core.messages import Journal, Plan
 from unbroken.core.records import EventRecord, Record, StepRecord
-from unbroken.recover.link import DaemonLost, Link, SaveWarning, StepLost
+from unbroken.recover.link import DaemonLost, Link
 from unbroken.recover.snapshots import Taken
 
 RECORDS_BYTES = MAX_MESSAGE_BYTES - 1024
