@@ -8,7 +8,9 @@ if TYPE_CHECKING:
     from unbroken.checkpoints import Store as Store
     from unbroken.checkpoints import open as open
     from unbroken.core.errors import CheckFailed as CheckFailed
+    from unbroken.core.errors import CheckpointWarning as CheckpointWarning
     from unbroken.core.errors import Damaged as Damaged
+    from unbroken.core.errors import EnvironmentChanged as EnvironmentChanged
     from unbroken.core.errors import Fenced as Fenced
     from unbroken.core.errors import ForeignFolder as ForeignFolder
     from unbroken.core.errors import GaveUp as GaveUp
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
     from unbroken.core.errors import Permanent as Permanent
     from unbroken.core.errors import Refused as Refused
     from unbroken.core.errors import SaveFailed as SaveFailed
+    from unbroken.core.errors import SaveWarning as SaveWarning
+    from unbroken.core.errors import StepLost as StepLost
     from unbroken.core.errors import StoreError as StoreError
     from unbroken.core.errors import Transient as Transient
     from unbroken.core.errors import UnbrokenError as UnbrokenError
@@ -53,6 +57,10 @@ _HOME = {
         "Permanent",
         "Transient",
         "MissingExtra",
+        "StepLost",
+        "SaveWarning",
+        "EnvironmentChanged",
+        "CheckpointWarning",
     ),
     "unbroken.core.errors",
 )

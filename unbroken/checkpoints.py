@@ -21,7 +21,7 @@ from msgspec import Struct
 
 from unbroken.archive import reading
 from unbroken.archive.saving import Saving, save_failed
-from unbroken.core.errors import Fenced, NoCheckpoint, Refused, SaveFailed, StoreError
+from unbroken.core.errors import CheckpointWarning, Fenced, NoCheckpoint, Refused, SaveFailed, StoreError
 from unbroken.core.limits import DRAIN_TIMEOUT_S, KEEP_NEWEST
 from unbroken.core.ports import SystemClock, SystemNonces, environment
 from unbroken.core.records import CommitEntry, RunFacts, StoredPiece
@@ -35,10 +35,6 @@ if TYPE_CHECKING:
 _ALIGN_BYTES = 64
 _NUM_BUFFERS = 2
 _MAX_STEP = 10**12 - 1
-
-
-class CheckpointWarning(UserWarning):
-    """Something about stored checkpoints that did not stop the call but should be known."""
 
 
 def _warn(notes: Iterable[str], depth: int) -> None:

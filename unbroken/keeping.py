@@ -6,13 +6,12 @@ import warnings
 
 from unbroken.capture.tree import Item
 from unbroken.config import Interval
-from unbroken.core.errors import SaveFailed, UnbrokenError
+from unbroken.core.errors import SaveFailed, SaveWarning, StepLost, UnbrokenError
 from unbroken.core.limits import DRAIN_TIMEOUT_S, MAX_ATTEMPTS, SLOT_WAIT_S
 from unbroken.core.messages import Plan, Refuse, Status, StatusReply
 from unbroken.core.ports import Clock, position
 from unbroken.opening import Opening
 from unbroken.recover.diary import Diary
-from unbroken.recover.link import SaveWarning, StepLost
 from unbroken.recover.snapshots import Snapshots, expected_bytes
 from unbroken.recover.start import Counters
 from unbroken.step.reduce import Flags

@@ -18,7 +18,7 @@ from unbroken.capture.stack import Stack
 from unbroken.capture.tree import Item
 from unbroken.cluster.exitcode import use_exit_codes
 from unbroken.config import RunConfig
-from unbroken.core.errors import LayoutMismatch, Refused
+from unbroken.core.errors import EnvironmentChanged, LayoutMismatch, Refused
 from unbroken.core.limits import NUM_SLOTS
 from unbroken.core.messages import Plan
 from unbroken.core.ports import Clock, environment
@@ -37,10 +37,6 @@ GRADES = {
 """What a grade of the data means to the user."""
 
 _openings = itertools.count()
-
-
-class EnvironmentChanged(UserWarning):
-    """A compared fact (version, thread count, kernel setting, structure) is not what it was when the checkpoint was written."""
 
 
 @dataclass

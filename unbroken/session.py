@@ -27,13 +27,12 @@ from unbroken.chaos import arm_from_environment
 from unbroken.cluster.exitcode import use_exit_codes
 from unbroken.cluster.preempt import StopRequest
 from unbroken.config import Options, RunConfig, resolve
-from unbroken.core.errors import UnbrokenError
+from unbroken.core.errors import EnvironmentChanged, SaveWarning, StepLost, UnbrokenError
 from unbroken.core.limits import DRAIN_TIMEOUT_S, EXIT_TIMEOUT_S
 from unbroken.core.ports import Clock, SystemClock, position
 from unbroken.data.loader import Source, as_source
 from unbroken.keeping import Keeping
-from unbroken.opening import EnvironmentChanged, Opening, device_of, refuse_metric_schedulers, refuse_sync_batch_norm
-from unbroken.recover.link import SaveWarning, StepLost
+from unbroken.opening import Opening, device_of, refuse_metric_schedulers, refuse_sync_batch_norm
 from unbroken.step.micro import Batch
 from unbroken.stepping import Stepping
 from unbroken.store.tiers.disk import local_path

@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from unbroken.core.errors import StepLost
 from unbroken.core.ports import failpoint, position
 from unbroken.data.cursor import Cursor
 from unbroken.keeping import Keeping
 from unbroken.opening import Opening
 from unbroken.order.ledger import unit_digest
 from unbroken.order.units import blocks
-from unbroken.recover.link import StepLost
 from unbroken.recover.start import Counters
 from unbroken.step.exchange import ExchangeFailed
 from unbroken.step.micro import Batch, Micro

@@ -21,8 +21,8 @@ from tests.rigs import tiny_run
 from tests.rigs.ranks import start_ranks
 from tests.rigs.tiny_run import DATA_SEED, Tiny, bits_of, commits, end_daemon, files_of, loss_of, open_run, samples, train
 from tests.rigs.torture_runs import ROOT
+from unbroken.core.errors import SaveWarning
 from unbroken.core.os import hostname
-from unbroken.session import SaveWarning
 from unbroken.store.repository import Repository
 from unbroken.store.sealed import seal
 from unbroken.store.tiers.disk import DiskTier

@@ -15,8 +15,7 @@ import unbroken
 from unbroken.capture import facts
 from unbroken.capture.stack import Stack
 from unbroken.capture.tree import write_item
-from unbroken.core.errors import CheckFailed
-from unbroken.session import EnvironmentChanged
+from unbroken.core.errors import CheckFailed, EnvironmentChanged
 
 RESTORED = (
     "/model/parameters",

@@ -19,8 +19,8 @@ import torch
 
 import unbroken
 from tests.rigs.states import s, whole
-from unbroken.checkpoints import CheckpointWarning, Store
-from unbroken.core.errors import Damaged, Fenced, NoCheckpoint, SaveFailed, UnbrokenError
+from unbroken.checkpoints import Store
+from unbroken.core.errors import CheckpointWarning, Damaged, Fenced, NoCheckpoint, SaveFailed, UnbrokenError
 from unbroken.core.ports import arm
 from unbroken.core.records import Writer
 

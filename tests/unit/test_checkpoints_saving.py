@@ -14,8 +14,8 @@ import torch
 
 import unbroken
 from tests.rigs.states import BEFORE_FSYNC, no_space, run_script, s, struck, whole
-from unbroken.checkpoints import CheckpointWarning, Store
-from unbroken.core.errors import SaveFailed
+from unbroken.checkpoints import Store
+from unbroken.core.errors import CheckpointWarning, SaveFailed
 from unbroken.core.ports import arm
 
 DEADLINE_S = 20.0

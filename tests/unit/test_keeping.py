@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 from tests.rigs.daemon_end import DaemonEnd, HandClock, Said
 from tests.rigs.step_rank import CPU, stack_of
 from unbroken.config import Interval, resolve
-from unbroken.core.errors import SaveFailed, UnbrokenError
+from unbroken.core.errors import SaveFailed, SaveWarning, StepLost, UnbrokenError
 from unbroken.core.limits import MAX_ATTEMPTS
 from unbroken.core.messages import Committed, Failed, Journal, Message, Plan, Ready, Refuse, Status, StatusReply, Verdict
 from unbroken.core.ports import SystemClock, position
@@ -23,7 +23,6 @@ from unbroken.core.records import EventRecord, StepRecord
 from unbroken.data.loader import Batches, as_source
 from unbroken.keeping import Keeping, Pace
 from unbroken.opening import Opening
-from unbroken.recover.link import SaveWarning, StepLost
 from unbroken.recover.start import Counters
 from unbroken.step.exchange import Exchange
 from unbroken.step.reduce import Flags
@@ -183,9 +182,7 @@ def test_another_rank_than_0_decides_nothing(half: Callable[..., Half]) -> None:
     assert other.flags(True) == Flags(stop=True, snapshot_next=False)
 
 
-@pytest.mark.parametrize(
-    ("told", "last", "stops"), [(STOP, False, True), (QUIET, True, False), ([Flags(), Flags(stop=True)], False, True)]
-)
+@pytest.mark.parametrize(("told", "last", "stops"), [(STOP, False, True), (QUIET, True, False), ([Flags(), Flags(stop=True)], False, True)])
 def test_B34_a_request_to_stop_and_the_last_step_are_saved_whatever_the_interval(
     half: Callable[..., Half], told: list[Flags], last: bool, stops: bool
 ) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+import warnings
 
 import pytest
 
 import unbroken
+from unbroken.core import errors
 
 NAMES = {"Run", "Batches", "Sampler", "keyed", "Store", "open"}
 ERRORS = {
@@ -28,15 +31,17 @@ ERRORS = {
     "Transient",
     "MissingExtra",
 }
+WARNINGS = {"SaveWarning", "EnvironmentChanged", "CheckpointWarning"}
+PUBLIC = NAMES | ERRORS | WARNINGS | {"StepLost"}
 MAX_IMPORT_S = 0.15
 
 
 def test_the_public_names_are_exactly_these() -> None:
-    assert set(unbroken.__all__) == NAMES | ERRORS
-    assert set(dir(unbroken)) == NAMES | ERRORS | {"__version__"}
+    assert set(unbroken.__all__) == PUBLIC
+    assert set(dir(unbroken)) == PUBLIC | {"__version__"}
 
 
-@pytest.mark.parametrize("name", sorted(NAMES | ERRORS))
+@pytest.mark.parametrize("name", sorted(PUBLIC))
 def test_every_public_name_resolves(name: str) -> None:
     assert callable(getattr(unbroken, name))
 
@@ -52,6 +57,21 @@ def test_error_classes_keep_their_exit_codes() -> None:
     assert {name for name, code in codes.items() if code == 4} == {"Refused", "Fenced", "NewerFormat", "ForeignFolder", "LayoutMismatch"}
     assert {name for name, code in codes.items() if code == 5} == {"GaveUp"}
     assert set(codes.values()) == {1, 3, 4, 5}
+
+
+def test_warnings_can_be_filtered_by_their_public_names() -> None:
+    for kind in (getattr(unbroken, name) for name in WARNINGS):
+        with warnings.catch_warnings(), pytest.raises(kind):
+            warnings.simplefilter("error", kind)
+            warnings.warn("x", kind, stacklevel=1)
+        assert issubclass(kind, UserWarning)
+    assert issubclass(unbroken.StepLost, RuntimeError)
+    assert not issubclass(unbroken.StepLost, unbroken.UnbrokenError)
+
+
+def test_every_public_error_and_warning_is_drawn_in_the_tree() -> None:
+    drawn = re.findall(r"\b[A-Z]\w+\b", errors.__doc__ or "")
+    assert PUBLIC - NAMES - {"MissingExtra"} <= set(drawn)
 
 
 def test_import_loads_no_torch_and_is_fast() -> None:

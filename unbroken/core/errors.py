@@ -15,6 +15,13 @@
         ├── Permanent                         trying again cannot help
         └── Transient                         trying again may help
 
+    warnings (UserWarning): training goes on, and the claim or what is kept is less than one may think
+    ├── SaveWarning                           an automatic save failed or could not start
+    ├── EnvironmentChanged                    a compared fact is not as it was at the checkpoint
+    └── CheckpointWarning                     stored checkpoints were passed over, or a folder was taken over
+
+    StepLost (RuntimeError)                   this process must end; the launcher starts all ranks again
+
 A user's mistake is a ValueError or TypeError that carries its remedy; a bug of ours is an AssertionError.
 """
 
@@ -107,3 +114,19 @@ class MissingExtra(ImportError):
 
     def __init__(self, package: str, extra: str) -> None:
         super().__init__(f"this needs {package}: pip install 'unbroken[{extra}]'")
+
+
+class StepLost(RuntimeError):
+    """A collective failed and not every rank is still at the step's beginning: this process must end, the launcher restarts all."""
+
+
+class SaveWarning(UserWarning):
+    """An automatic save failed or could not start; training went on and older checkpoints are untouched."""
+
+
+class EnvironmentChanged(UserWarning):
+    """A compared fact (version, thread count, kernel setting, structure) is not what it was when the checkpoint was written."""
+
+
+class CheckpointWarning(UserWarning):
+    """Something about stored checkpoints that did not stop the call but should be known."""

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 
 import msgspec
 
+from unbroken.core.errors import SaveWarning, StepLost
 from unbroken.core.limits import MAX_MESSAGE_BYTES
 from unbroken.core.messages import Journal, Plan
 from unbroken.core.records import EventRecord, Record, StepRecord
-from unbroken.recover.link import DaemonLost, Link, SaveWarning, StepLost
+from unbroken.recover.link import DaemonLost, Link
 from unbroken.recover.snapshots import Taken
 from unbroken.step.update import Applied
 

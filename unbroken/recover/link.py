@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from unbroken.core import errors
+from unbroken.core.errors import SaveWarning, StepLost
 from unbroken.core.limits import REPLY_TIMEOUT_S
 from unbroken.core.messages import Bye, Committed, Error, Failed, Hello, Message, Refuse, Status, StatusReply, Verdict, Welcome
 from unbroken.core.ports import Clock
@@ -19,14 +20,6 @@ M = TypeVar("M")
 
 class DaemonLost(errors.UnbrokenError):
     """The node daemon has gone; training can go on, but nothing is saved until it is back."""
-
-
-class StepLost(RuntimeError):
-    """A collective failed and not every rank is still at the step's beginning: this process must end, the launcher restarts all."""
-
-
-class SaveWarning(UserWarning):
-    """An automatic save failed or could not start; training went on and older checkpoints are untouched."""
 
 
 def raise_error(error: Error) -> None:

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from unbroken.capture.freeze import freeze, needed_bytes, plan_slot
 from unbroken.capture.stack import Stack
 from unbroken.capture.tree import Item
-from unbroken.core.errors import UnbrokenError
+from unbroken.core.errors import SaveWarning, UnbrokenError
 from unbroken.core.limits import NUM_SLOTS
 from unbroken.core.messages import NeedSlots, Ready, Slots
 from unbroken.core.ports import Clock, failpoint
-from unbroken.recover.link import Link, SaveWarning
+from unbroken.recover.link import Link
 from unbroken.shm.slots import Slot, pick
 
 

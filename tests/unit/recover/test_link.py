@@ -11,9 +11,10 @@ import pytest
 
 from tests.rigs.daemon_end import DaemonEnd, heard_on, line
 from unbroken.core import errors
+from unbroken.core.errors import SaveWarning, StepLost
 from unbroken.core.messages import Bye, Committed, Error, Failed, Message, Refuse, Slots, Status, StatusReply, Verdict
 from unbroken.core.os import memory_file
-from unbroken.recover.link import DaemonLost, Link, SaveWarning, StepLost, raise_error
+from unbroken.recover.link import DaemonLost, Link, raise_error
 from unbroken.shm.channel import Channel
 
 
@@ -167,7 +168,7 @@ IDLE = StatusReply(phase="idle", facts={})
     ],
 )
 @pytest.mark.parametrize("early", [False, True])
-@pytest.mark.filterwarnings("ignore::unbroken.recover.link.SaveWarning")
+@pytest.mark.filterwarnings("ignore::unbroken.SaveWarning")
 def test_I9_a_step_that_will_not_be_durable_raises_the_cause(news: list[Message], words: str, early: bool) -> None:
     """Whether the news came before the question or behind it."""
     daemon = DaemonEnd(lambda m: [*(news if early else []), IDLE, *([] if early else news)] if m == Status() else ())

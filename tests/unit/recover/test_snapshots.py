@@ -14,9 +14,9 @@ from tests.rigs.daemon_end import DaemonEnd, HandClock
 from tests.rigs.step_rank import stack_of
 from unbroken.capture.freeze import needed_bytes, plan_slot
 from unbroken.capture.tree import Item, flatten
+from unbroken.core.errors import SaveWarning
 from unbroken.core.messages import Error, NeedSlots, Ready
 from unbroken.core.ports import SystemClock
-from unbroken.recover.link import SaveWarning
 from unbroken.recover.snapshots import Snapshots, Taken, expected_bytes
 from unbroken.shm.slots import Slot
 
