@@ -24,6 +24,9 @@ from unbroken.store.repository import Part, Repository
 MAX_WRITES = 3
 """A write is repeated when checkpoints whose chunks it refers to are withdrawn meanwhile."""
 
+MAX_DESCRIPTION_CHARS = 4000
+"""Of an error in words: it goes into messages and journal lines, which have a limit."""
+
 MAX_NAMED = 8
 """Pieces named in an error; the rest is counted."""
 
@@ -151,10 +154,11 @@ def try_sync(chronicle: Chronicle) -> None:
 
 
 def describe(error: BaseException) -> str:
-    """Type and words of an error and of what caused it."""
-    text = f"{type(error).__name__}: {error}"
+    """Type and words of an error and of what caused it, as far as they fit."""
+    text = f"{type(error).__name__}: {error}"[:MAX_DESCRIPTION_CHARS]
     cause = error.__cause__
-    return f"{text} (caused by {type(cause).__name__}: {cause})" if cause is not None and str(cause) not in text else text
+    known = cause is None or str(cause)[:MAX_DESCRIPTION_CHARS] in text
+    return text if known else f"{text} (caused by {type(cause).__name__}: {str(cause)[:MAX_DESCRIPTION_CHARS]})"
 
 
 def _note(cargo: Cargo, name: str, reason: str) -> None:
