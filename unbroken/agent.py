@@ -44,6 +44,7 @@ LOCK_WAIT_S = 10.0
 TICK_S = 1.0
 SHORT_TICK_S = 0.05
 MAX_FAILURES = 16
+MAX_FAILURE_CHARS = 1000
 
 
 class Daemon:
@@ -187,7 +188,7 @@ class Daemon:
     def _tell(self, message: m.Message) -> None:
         """To all workers."""
         if isinstance(message, m.Failed):
-            self._failures.append(f"step {message.step}: {message.text}")
+            self._failures.append(f"step {message.step}: {message.text[:MAX_FAILURE_CHARS]}")
             say(f"checkpoint of step {message.step} failed: {message.text}")
         for client in self._server:
             if client.rank >= 0:

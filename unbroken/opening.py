@@ -18,16 +18,18 @@ from unbroken.capture.stack import Stack
 from unbroken.capture.tree import Item
 from unbroken.cluster.exitcode import use_exit_codes
 from unbroken.config import RunConfig
-from unbroken.core.errors import EnvironmentChanged, LayoutMismatch, Refused
+from unbroken.core.errors import EnvironmentChanged, LayoutMismatch, NoCheckpoint, Refused, SaveFailed, UnbrokenError, describe
 from unbroken.core.limits import NUM_SLOTS
-from unbroken.core.messages import Plan
+from unbroken.core.messages import Failed, Plan
 from unbroken.core.ports import Clock, environment
 from unbroken.data.loader import Source
 from unbroken.order.ledger import check_same
 from unbroken.recover.link import Link
 from unbroken.recover.start import Counters, Start, digests, fact_items
+from unbroken.recover.together import together
 from unbroken.step.exchange import Exchange, join_world
 from unbroken.step.ring import require_equal_shares, require_fixed_buckets
+from unbroken.store.repository import Repository
 from unbroken.store.tiers.disk import DiskTier
 
 GRADES = {
@@ -35,6 +37,8 @@ GRADES = {
     "order-only": "the order of samples is kept, random augmentation is not; wrap the data set as unbroken.keyed(dataset)",
 }
 """What a grade of the data means to the user."""
+
+REMOVED = "the run folder has been removed or replaced: training goes on unsaved, and nothing is made anew there"
 
 _openings = itertools.count()
 
@@ -54,6 +58,8 @@ class Opening:
     exchange: Exchange = field(init=False)
     start: Start = field(init=False)
     num_units: int = 0
+    run_id: str = ""
+    _has_saved: bool = False
     _sheet: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -93,14 +99,38 @@ class Opening:
         self.start.open(self.link, plan, [*self.pieces(self.start.counters), *self.facts()])
         tell_launcher(self.directory)
         self.moments["rollback"] = self.clock.monotonic()
+        self.run_id, self._has_saved = plan.run_id, plan.source != "fresh"
         return plan, self.start.counters
 
     def reattach(self) -> Plan:
-        """Start and join a new daemon in mid-run; all ranks call it at one boundary. The live state is kept, nothing is loaded."""
+        """Start and join a new daemon in mid-run; all ranks call it at one boundary. The live state is kept, nothing is loaded.
+
+        SaveFailed when this run is not in its folder any more: nothing is made anew there. What fails is told when the run closes.
+        """
         self.link.close()
-        self.link = self.start.connect()
-        self.start.resume = "auto"
-        return self.start.continue_from(self.link, self.start.plan(self.link))
+        self._has_saved = self._has_saved or self.link.committed is not None
+        try:
+            together(self.exchange, self._require_own_run if self.exchange.rank == 0 else lambda: None)
+            failures, self.link = self.link.failures, self.start.connect()
+            self.link.failures += failures
+            self.start.resume = "auto"
+            plan = self.start.plan(self.link)
+            if plan.run_id != self.run_id or (plan.source == "fresh" and self._has_saved):
+                raise SaveFailed(REMOVED)
+            return self.start.continue_from(self.link, plan)
+        except (UnbrokenError, OSError) as error:
+            self.link.close()
+            self.link.failures.append(Failed(step=self.start.counters.step, generation=0, text=describe(error)))
+            raise
+
+    def _require_own_run(self) -> None:
+        """Looked at before a daemon is asked, because that one would take the folder for a new run's."""
+        try:
+            is_own = Repository.open(self.start.tier).facts.run_id == self.run_id
+        except NoCheckpoint:
+            is_own = False
+        if not is_own:
+            raise SaveFailed(REMOVED)
 
     def pieces(self, counters: Counters) -> list[Item]:
         """Every restored piece as it stands now."""

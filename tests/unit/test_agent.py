@@ -449,3 +449,18 @@ def test_a_member_that_applied_the_step_ends_the_hope_of_a_retry(directory: str)
     refuse(job, 1)
     job.train(1)
     assert not job.ranks[1].expect(m.Verdict).retry
+
+
+@pytest.mark.parametrize("stray", ["00000005.jsonl", "note.txt"])
+def test_a_stray_file_among_the_journals_does_not_end_a_start(directory: str, stray: str) -> None:
+    job = FakeJob(directory, 1)
+    job.start()
+    job.save()
+    job.vanish()
+    shut(directory)
+    Path(directory, "runs/main/journal", stray).write_bytes(b"whatever")
+    plan = job.start()
+    assert plan.generation == (6 if stray.startswith("0") else 1)
+    job.train(1)
+    job.save()
+    assert steps(directory) == [0, 1]

@@ -82,6 +82,22 @@ arm("drain.written", strike)
         assert "No space left" in events_of(directory, 0)["save_failed"].facts["reason"]
 
 
+def test_failures_of_any_length_fit_into_the_answer_to_status(directory: str) -> None:
+    prepare = """
+def strike():
+    raise OSError(chr(0) * 1_000_000)
+arm("drain.written", strike)
+"""
+    with prepared_daemon(directory, prepare):
+        job = FakeJob(directory, 1)
+        job.start()
+        for _ in range(20):
+            job.train(1)
+            job.snapshot()
+            job.ranks[0].expect(m.Failed)
+        assert len(status(directory).facts["failures"]) == 16
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small file system")
 def test_B03_a_full_disk_is_reported_and_older_checkpoints_stay(directory: str) -> None:
     os.mkdir(directory)

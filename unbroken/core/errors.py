@@ -130,3 +130,11 @@ class EnvironmentChanged(UserWarning):
 
 class CheckpointWarning(UserWarning):
     """Something about stored checkpoints that did not stop the call but should be known."""
+
+
+def describe(error: BaseException) -> str:
+    """Type and words of an error and of what caused it, as far as they fit."""
+    text = f"{type(error).__name__}: {error}"[:MAX_DESCRIPTION_CHARS]
+    cause = error.__cause__
+    known = cause is None or str(cause)[:MAX_DESCRIPTION_CHARS] in text
+    return text if known else f"{text} (caused by {type(cause).__name__}: {str(cause)[:MAX_DESCRIPTION_CHARS]})"

@@ -6,11 +6,11 @@ import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from unbroken.core.errors import StoreError
+from unbroken.core.errors import StoreError, describe
 from unbroken.core.limits import DRAIN_TIMEOUT_S
 from unbroken.core.messages import Committed, Failed, Message, Ready
 from unbroken.core.records import EventRecord, Record
-from unbroken.daemon.drain import Cargo, Drainer, Outcome, describe
+from unbroken.daemon.drain import Cargo, Drainer, Outcome
 from unbroken.daemon.folder import Chronicle, RunFolder
 from unbroken.daemon.memory import SlotTable
 from unbroken.daemon.plan import MemoryCut

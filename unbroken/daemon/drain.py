@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from unbroken.codec.digest import digest
-from unbroken.core.errors import CheckFailed, SaveFailed, Transient, UnbrokenError
+from unbroken.core.errors import CheckFailed, SaveFailed, Transient, UnbrokenError, describe
 from unbroken.core.os import yield_to_others
 from unbroken.core.ports import failpoint
 from unbroken.core.records import EventRecord, Manifest, ManifestRef, Piece, RootRecord, SlotIndex
@@ -23,6 +23,9 @@ from unbroken.store.repository import Part, Repository
 
 MAX_WRITES = 3
 """A write is repeated when checkpoints whose chunks it refers to are withdrawn meanwhile."""
+
+MAX_DESCRIPTION_CHARS = 4000
+"""Of an error in words: it goes into messages and journal lines, which have a limit."""
 
 MAX_NAMED = 8
 """Pieces named in an error; the rest is counted."""
@@ -148,13 +151,6 @@ def try_sync(chronicle: Chronicle) -> None:
     except (OSError, UnbrokenError) as error:
         # Safe: the lines stay in memory and the next commit syncs or fails aloud.
         print(f"journal of generation {chronicle.generation.number} could not be synced: {describe(error)}", flush=True)
-
-
-def describe(error: BaseException) -> str:
-    """Type and words of an error and of what caused it."""
-    text = f"{type(error).__name__}: {error}"
-    cause = error.__cause__
-    return f"{text} (caused by {type(cause).__name__}: {cause})" if cause is not None and str(cause) not in text else text
 
 
 def _note(cargo: Cargo, name: str, reason: str) -> None:

@@ -279,7 +279,7 @@ class RunFolder:
         if choice.commit is not None and choice.generation in generations:
             stored_world_size = generations[choice.generation].world_size
         return Plan(
-            generation=max(generations, default=-1) + 1,
+            generation=self._next_generation(generations),
             step=choice.step,
             source=choice.source,
             stored_generation=choice.generation,
@@ -292,6 +292,12 @@ class RunFolder:
             run_id=repository.facts.run_id if repository is not None else self._nonces.nonce(),
             notes=tuple(dict.fromkeys(note[:MAX_NOTE_CHARS] for note in notes)),
         )
+
+    def _next_generation(self, known: Iterable[int]) -> int:
+        """The number that the store will give: above every journal's, too, because the log entry of one may have been lost."""
+        lineage = self._repository.lineage if self._repository is not None else None
+        journals = [paths.number(path) for path in self._tier.list(paths.journal_folder(lineage))] if lineage is not None else []
+        return 1 + max([*known, *(number for number in journals if number is not None)], default=-1)
 
     def _root(self, choice: Choice) -> str:
         if choice.commit is not None:

@@ -10,6 +10,9 @@ from unbroken.core.messages import Refuse, Verdict
 VERDICT_TIMEOUT_S = 30.0
 """Members that have not spoken by then are hanging or have applied the step."""
 
+MAX_REASON_CHARS = 300
+"""Of one rank's reason: those of all ranks stand in one journal line."""
+
 Attempt = tuple[int, int, int]
 """(generation, step, attempt)."""
 
@@ -89,4 +92,6 @@ class Refusals:
         assert self._open is not None
         (_, step, attempt), self._open = self._open, None
         verdict = Verdict(retry=retry, attempt=next_attempt, reason=reason)
-        return Decision(verdict, step, attempt, sorted(self._reasons), {str(rank): text for rank, text in self._reasons.items()})
+        return Decision(
+            verdict, step, attempt, sorted(self._reasons), {str(r): text[:MAX_REASON_CHARS] for r, text in self._reasons.items()}
+        )

@@ -19,6 +19,8 @@ from unbroken.step.update import Applied
 RECORDS_BYTES = MAX_MESSAGE_BYTES - 1024
 """Of records in one message; a step's takes some 150 bytes and 35 per unit."""
 
+MAX_FACT_CHARS = 4000
+"""Of a text of the user's, such as an error, in an event: a larger message is refused."""
 
 MAX_UNCOVERED = 1 << 16
 """Steps beyond the newest checkpoint that are kept for another daemon's journal; those that fall out cannot be continued over."""
@@ -82,7 +84,7 @@ class Diary:
 
     def event(self, name: str, step: int, **facts: str) -> None:
         """Anything else."""
-        self.write(EventRecord(name=name, step=step, facts=dict(facts)))
+        self.write(EventRecord(name=name, step=step, facts={key: text[:MAX_FACT_CHARS] for key, text in facts.items()}))
 
     def write(self, *records: Record) -> None:
         """Send records; without a daemon, one warning."""

@@ -15,6 +15,9 @@ from unbroken.core.messages import Bye, Committed, Error, Failed, Hello, Message
 from unbroken.core.ports import Clock
 from unbroken.shm.channel import Channel, connect
 
+MAX_STEPS_NAMED = 64
+"""Of the checkpoints that were not saved; the rest is counted."""
+
 M = TypeVar("M")
 
 
@@ -153,8 +156,9 @@ class Link:
                 file=sys.stderr,
             )
         if self.failures and aloud:
-            steps = ", ".join(str(f.step) for f in self.failures)
-            print(f"unbroken: checkpoints that were not saved: steps {steps} (first: {self.failures[0].text})", file=sys.stderr)
+            steps = ", ".join(str(f.step) for f in self.failures[:MAX_STEPS_NAMED])
+            more = f" and {len(self.failures) - MAX_STEPS_NAMED} more" if len(self.failures) > MAX_STEPS_NAMED else ""
+            print(f"unbroken: checkpoints that were not saved: steps {steps}{more} (first: {self.failures[0].text})", file=sys.stderr)
 
     def close(self) -> None:
         """Say goodbye; harmless when the daemon has gone."""

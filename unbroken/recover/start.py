@@ -27,6 +27,14 @@ from unbroken.recover.sources import Loaded, check_frozen, from_disk, from_memor
 from unbroken.recover.together import together
 from unbroken.step.exchange import Exchange
 
+MAX_DIFFERENCES = 64
+"""Told at a start, journalled and certified; the rest is counted. All of them must fit into one message."""
+
+MAX_DIFFERENCE_CHARS = 300
+MAX_REASON_CHARS = 4000
+MAX_OBJECTS = 16
+"""Named in one report of damage; what is not named is met again, or found by `verify`."""
+
 
 class _Found(Struct, frozen=True):
     """What one rank read: the root of the state, or the object that is bad (`path`) and why."""
@@ -122,8 +130,8 @@ class Start:
             bad = Bad(
                 step=plan.step,
                 stored_generation=plan.stored_generation,
-                objects=tuple(sorted({f.path for f in faults})),
-                reason="; ".join(sorted({f"{f.path}: {f.reason}" for f in faults})),
+                objects=tuple(sorted({f.path for f in faults}))[:MAX_OBJECTS],
+                reason="; ".join(sorted({f"{f.path}: {f.reason}" for f in faults}))[:MAX_REASON_CHARS],
             )
             plan = self._from_rank_0(lambda bad=bad: link.ask(bad, Plan)[0])  # type: ignore[misc]
         adopt(plan)
@@ -149,7 +157,7 @@ class Start:
         return plan
 
     def compare(self, stored: Pieces, items: list[Item]) -> None:
-        """Note every compared fact that is not what it was; all ranks' differences are joined."""
+        """Note the compared facts that are not what they were, the first of them by name; all ranks' differences are joined."""
         live = {i.piece.pointer: i for i in items if i.piece.role == "compared"}
         own = [p for p, (piece, _) in stored.items() if piece.role == "compared"]
         found = []
@@ -157,8 +165,10 @@ class Start:
             before = _value(stored[pointer]) if pointer in stored else None
             now = _value((live[pointer].piece, _bytes(live[pointer]))) if pointer in live else None
             if before != now and before is not _CONTAINER and now is not _CONTAINER:
-                found.append(f"{pointer[1:]}: {before} -> {now}")
-        self.differences = tuple(sorted({d for part in self.exchange.share(found, list[str]) for d in part}))
+                found.append(_short(f"{pointer[1:]}: ", before, now))
+        joined = sorted({d for part in self.exchange.share(found, list[str]) for d in part})
+        more = [f"and {len(joined) - MAX_DIFFERENCES} more"] if len(joined) > MAX_DIFFERENCES else []
+        self.differences = (*joined[:MAX_DIFFERENCES], *more)
 
     def _read(self, link: Link, plan: Plan) -> tuple[Loaded | None, _Found]:
         """What this rank needs, or what is wrong with it. Damage can be planned around; any other error ends the start on all ranks."""
@@ -250,6 +260,13 @@ def _is_checked(piece: Piece) -> bool:
 
 
 _CONTAINER = object()
+
+
+def _short(name: str, before: Any, now: Any) -> str:
+    """Both values in full where they fit, else the beginning of each."""
+    name = name[: MAX_DIFFERENCE_CHARS // 2]
+    room = (MAX_DIFFERENCE_CHARS - len(name) - len(" -> ")) // 2
+    return name + " -> ".join(text if len(text) <= room else text[: room - 1] + "…" for text in (f"{before}", f"{now}"))
 
 
 def _bytes(item: Item) -> bytes:

@@ -9,14 +9,15 @@ from pathlib import Path
 import pytest
 
 from tests.rigs.fake_trainer import pieces_of
-from unbroken.core.errors import CheckFailed, Damaged, SaveFailed, Transient
-from unbroken.core.messages import Begin, Opened, SlotSource
+from unbroken.core.errors import CheckFailed, Damaged, SaveFailed, Transient, describe
+from unbroken.core.messages import Begin, Failed, Opened, SlotSource
 from unbroken.core.os import memory_file
 from unbroken.core.ports import SystemClock, SystemNonces, arm
 from unbroken.core.records import RootRecord, SlotIndex, StepRecord
 from unbroken.daemon.drain import Cargo, drain
 from unbroken.daemon.folder import Chronicle, RunFolder
 from unbroken.daemon.plan import MemoryCut
+from unbroken.shm.channel import encode
 from unbroken.shm.slots import Slot, slot_bytes
 from unbroken.store.journal import read_journal
 
@@ -136,3 +137,11 @@ def test_I2_nothing_is_removed_while_a_start_is_in_progress(folder: RunFolder) -
     assert steps(folder) == [1, 2]
     folder.opened(Opened(generation=plan.generation, step=plan.step, loaded_root=plan.state_root))
     assert steps(folder) == [1]
+
+
+def test_an_error_of_any_length_fits_into_a_message() -> None:
+    error = ValueError("\0" * 1_000_000)
+    error.__cause__ = OSError("\1" * 1_000_000)
+    text = describe(error)
+    assert text.startswith("ValueError: \0") and "caused by OSError: \1" in text
+    encode(Failed(step=0, generation=0, text=text))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from unbroken.core.limits import MAX_JOURNAL_LINE_BYTES
 from unbroken.core.messages import Refuse
 from unbroken.daemon.verdict import VERDICT_TIMEOUT_S, Decision, Refusals
 
@@ -90,3 +91,12 @@ def test_a_new_generation_forgets_the_old_one() -> None:
     assert refuse_all(refusals, [0]) is not None
     refusals.opened()
     assert refusals.refuse(refusal(0, generation=2), ALL, 3, 100.0) is None
+
+
+def test_the_reasons_of_many_ranks_fit_into_a_journal_line() -> None:
+    refusals, ranks = Refusals(), range(500)
+    for rank in ranks:
+        message = Refuse(generation=1, step=5, attempt=0, rank=rank, reason="x" * 100_000)
+        decision = refusals.refuse(message, set(ranks), len(ranks), 100.0)
+    assert decision is not None
+    assert sum(map(len, decision.reasons.values())) < MAX_JOURNAL_LINE_BYTES / 2

@@ -192,3 +192,10 @@ def test_I9_however_many_units_a_step_has_the_messages_stay_small_enough(ends: E
     sizes = [len(encode(message)) for message in sent]
     assert [r.step for message in sent for r in message.records if isinstance(r, StepRecord)] == list(range(1, 41))
     assert len(sizes) == 1 or min(a + b for a, b in pairwise(sizes)) > MAX_MESSAGE_BYTES - 2048, "nor are there more than need be"
+
+
+def test_a_users_text_of_any_length_fits_into_a_message(ends: Ends) -> None:
+    link, peer = ends
+    Diary(link, plan(), 0, 1).event("save_failed", 1, reason="\0" * 1_000_000)
+    (event,) = told(peer)
+    assert isinstance(event, EventRecord) and event.facts["reason"].startswith("\0\0")

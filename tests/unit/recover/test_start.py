@@ -26,7 +26,8 @@ from unbroken.core.errors import CheckFailed, LayoutMismatch, NoCheckpoint, Refu
 from unbroken.core.messages import Bad, Begin, Error, Message, Opened, Plan
 from unbroken.core.ports import SystemClock
 from unbroken.core.records import CommitEntry
-from unbroken.recover.start import Start, fact_items
+from unbroken.recover.start import MAX_DIFFERENCE_CHARS, MAX_DIFFERENCES, Start, _Found, fact_items
+from unbroken.shm.channel import encode
 from unbroken.step.exchange import Exchange
 from unbroken.store.tiers.disk import DiskTier
 
@@ -504,6 +505,29 @@ def test_I13_every_rank_learns_of_every_difference() -> None:
         "environment/threads: 1 -> 2",
     )
     assert all_ranks(2, rank) == [expected] * 2
+
+
+def test_a_thousand_differences_still_fit_into_a_message() -> None:
+    """1,500 modules whose options differ, some with very long words: a difference is to be told, not to end the start."""
+    before = {i.piece.pointer: (i.piece, raw(i)) for i in facts(**{f"n{i:04}": "a" * 1000 * (i % 2) for i in range(1500)})}
+    start = starting(Exchange(CPU), stack_of(Job()))
+    start.compare(before, facts(**{f"n{i:04}": "\0" * 1000 for i in range(1500)}))
+    assert len(start.differences) == MAX_DIFFERENCES + 1
+    assert start.differences[-1] == f"and {1500 - MAX_DIFFERENCES} more"
+    assert all(len(text) <= MAX_DIFFERENCE_CHARS for text in start.differences)
+    assert all(f"environment/n{i:04}: " in text for i, text in enumerate(start.differences[:-1]))
+    assert "a" * 100 + "… -> " in "".join(start.differences), "something of both values is told"
+    encode(Opened(generation=0, step=0, loaded_root="", differences=start.differences))
+
+
+def test_damage_on_many_ranks_fits_into_a_message(daemons: Callable[..., DaemonEnd], monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(self: Start, link: Any, plan: Plan) -> Any:
+        return None, _Found(path=f"packs/{self.exchange.rank}", reason="x" * 200_000)
+
+    daemon = daemons(lambda m: [FRESH] if isinstance(m, Bad) else [])
+    monkeypatch.setattr(Start, "_read", read)
+    all_ranks(2, lambda exchange: starting(exchange, stack_of(Job())).load(daemon.link, Plan(generation=1, step=1, source="disk"), accept))
+    assert daemon.wait_for(Bad)[0].objects == ("packs/0", "packs/1")
 
 
 def test_facts_that_are_only_recorded_are_not_compared() -> None:
