@@ -27,6 +27,8 @@ A user's mistake is a ValueError or TypeError that carries its remedy; a bug of 
 
 from __future__ import annotations
 
+from unbroken.core.limits import MAX_DESCRIPTION_CHARS
+
 
 class UnbrokenError(Exception):
     """Root of the tree. `exit_code` is what a command returns when this error ends it."""

@@ -76,3 +76,6 @@ MAX_GLOBAL_BATCH = 1 << 24
 
 MAX_EPOCHS_PER_STEP = 1024
 """How often one step may read the whole data set: each epoch costs a permutation, and stored facts must not make us spin."""
+
+MAX_DESCRIPTION_CHARS = 4000
+"""Of an error in words: it goes into messages and journal lines, which have a limit."""

@@ -24,9 +24,6 @@ from unbroken.store.repository import Part, Repository
 MAX_WRITES = 3
 """A write is repeated when checkpoints whose chunks it refers to are withdrawn meanwhile."""
 
-MAX_DESCRIPTION_CHARS = 4000
-"""Of an error in words: it goes into messages and journal lines, which have a limit."""
-
 MAX_NAMED = 8
 """Pieces named in an error; the rest is counted."""
 
