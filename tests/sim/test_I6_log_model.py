@@ -26,7 +26,7 @@ import pytest
 
 from tests.rigs.store_run import FACTS, WRITER, CountedNonces, StillClock, Trainer, opened, part
 from unbroken.core.errors import Damaged, Fenced, Transient
-from unbroken.core.ports import Buffer, TierTraits
+from unbroken.core.ports import Buffer
 from unbroken.core.records import CommitEntry, CondemnEntry, Generation, GenerationEntry, LogEntry, LogState, PruneEntry
 from unbroken.store import collect as collect_module
 from unbroken.store import repository as repository_module
@@ -57,7 +57,6 @@ class RecordedTier:
     """Answers an actor's calls from its record; the first call beyond it, and any after that, pauses the actor."""
 
     def __init__(self, results: Iterable[Any]) -> None:
-        self.traits = TierTraits(name="model", conditional_put=True, durable=True, append=True)
         self._results = iter(results)
         self._paused: Paused | None = None
 

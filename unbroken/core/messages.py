@@ -40,7 +40,6 @@ class Begin(Struct, frozen=True, kw_only=True, tag="begin"):
 
     world_size: int
     resume: Literal["auto", "must", "never"]
-    step: int | None = None
     options: dict[str, Any] = msgspec.field(default_factory=dict)
     restart_count: int = 0
 

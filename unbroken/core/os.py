@@ -18,7 +18,6 @@ import threading
 from collections.abc import Mapping, Sequence
 
 PR_SET_PDEATHSIG = 1
-_MADV_POPULATE_WRITE = 23
 
 
 def hostname() -> str:

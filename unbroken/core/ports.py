@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterable
 from datetime import datetime, timezone
 from typing import Protocol
 
-from msgspec import Struct
-
 Buffer = bytes | bytearray | memoryview
 
 
@@ -59,23 +57,12 @@ class SystemNonces:
         return secrets.token_hex(16)
 
 
-class TierTraits(Struct, frozen=True, kw_only=True):
-    """What a tier promises. `conditional_put`: of two racing `create` calls one fails. `durable`: what returned survives power loss."""
-
-    name: str
-    conditional_put: bool
-    durable: bool
-    append: bool
-
-
 class Tier(Protocol):
     """Named objects under one root. Paths are relative, '/'-separated, checked against escaping the root.
 
     Errors: FileNotFoundError, FileExistsError (`create` only), else `Permanent` or `Transient` with the OS error chained.
     Any call may run concurrently with any other. `create` is atomic: readers see nothing or the whole object.
     """
-
-    traits: TierTraits
 
     def create(self, path: str, parts: Iterable[Buffer]) -> int:
         """Put-if-absent, durable on return; bytes written. The concatenation of `parts` is the object."""

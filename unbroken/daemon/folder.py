@@ -253,7 +253,6 @@ class RunFolder:
                 memory,
                 visible(state) if state is not None else (),
                 request.resume,
-                request.step,
                 exclude,
                 state=state,
                 restart_count=request.restart_count,

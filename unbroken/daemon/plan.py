@@ -50,7 +50,6 @@ def choose(
     memory: Sequence[MemoryCut],
     commits: Sequence[CommitEntry],
     resume: Resume,
-    step: int | None,
     exclude: Mapping[Key, str],
     *,
     state: LogState | None = None,
@@ -67,8 +66,6 @@ def choose(
         if state is not None:
             raise Refused('resume="never", but a run exists here: choose another folder, or resume="auto"')
         return Choice(source="fresh"), 'resume="never" and nothing is here'
-    if step is not None:
-        return _exactly(step, commits, exclude, state)
     passed: dict[Key, str] = dict(exclude) | dict(_condemned(state))
     best: Choice | None = None
     for cut in memory:
@@ -85,18 +82,6 @@ def choose(
         notes = tuple(f"passed over: {text}" for text in _listing({k: v for k, v in passed.items() if k[1] >= best.step}))
         return Choice(source=best.source, step=best.step, generation=best.generation, cut=best.cut, commit=best.commit, notes=notes), why
     return _nothing_usable(resume, state, passed, restart_count, witnessed)
-
-
-def _exactly(step: int, commits: Sequence[CommitEntry], exclude: Mapping[Key, str], state: LogState | None) -> tuple[Choice, str]:
-    for commit in commits:
-        if commit.step == step:
-            reason = exclude.get(("disk", step, commit.generation))
-            if reason is not None:
-                raise NoCheckpoint(f"checkpoint of step {step} was asked for, but it is bad: {reason}")
-            return _from_disk(commit), f"step {step} was asked for"
-    there = ", ".join(str(commit.step) for commit in commits) or "none"
-    lost = "; ".join(text for text in _listing(dict(_condemned(state))) if f"step {step} " in text)
-    raise NoCheckpoint(f"no checkpoint of step {step}; those there are: [{there}]" + (f" ({lost})" if lost else ""))
 
 
 def _nothing_usable(

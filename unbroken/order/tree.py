@@ -62,17 +62,6 @@ def cover(block: range, num_units: int) -> list[Node]:
     return nodes
 
 
-def merge_order(num_units: int) -> list[tuple[Node, Node, Node]]:
-    """Every addition of the whole tree as (left, right, parent), from the leaves up: num_units - 1 of them."""
-    additions: list[tuple[Node, Node, Node]] = []
-    for level in range(root(num_units).level):
-        for index in range(0, ((num_units - 1) >> level) + 1, 2):
-            left, right = Node(level, index), Node(level, index + 1)
-            if span(right, num_units):
-                additions.append((left, right, parent(left)))
-    return additions
-
-
 def merge(nodes: Mapping[Node, T], add: Callable[[T, T], T], num_units: int) -> dict[Node, T]:
     """Merge siblings upward wherever both are there; what remains are the maximal nodes.
 

@@ -94,10 +94,6 @@ class SampleOrder:
         """(epoch, place in it) of the sample that comes after `consumed` samples of the stream."""
         return divmod(consumed, self.num_samples)
 
-    def epoch_and_position(self, step: int, unit: int) -> tuple[int, int]:
-        """(epoch, place in it) of the unit's first sample; of where it would stand when it has none."""
-        return self.locate(self._positions(step, unit).start)
-
     def spans(self, step: int, unit: int) -> list[Span]:
         """The unit's samples as places in epochs, in order; [] for a unit without samples."""
         positions = self._positions(step, unit)

@@ -134,17 +134,6 @@ def read_journal(tier: Tier, lineage: str, generation: int, nonce: str) -> Itera
         yield JournalLine(chain=chain, record=record)
 
 
-def chain_after(tier: Tier, lineage: str, generation: int, nonce: str, num_lines: int) -> str:
-    """The chain value after so many lines, each verified; Damaged when the journal is shorter."""
-    chain, count = first_chain(generation, nonce), 0
-    if num_lines == 0:
-        return chain
-    for count, line in enumerate(read_journal(tier, lineage, generation, nonce), start=1):
-        if count == num_lines:
-            return line.chain
-    raise Damaged(paths.journal(lineage, generation), f"ends after {count} lines where a commit counts {num_lines}")
-
-
 def durable_head(tier: Tier, lineage: str, generation: int, nonce: str) -> str:
     """Chain value of the last complete line, durable on return; `first_chain` when there is none, "" when it cannot be read.
 

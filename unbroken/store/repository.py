@@ -134,10 +134,6 @@ class Repository:
         self._remember(commit, manifests)
         return manifests
 
-    def read_piece(self, manifest: Manifest, stored: StoredPiece) -> bytes:
-        """One piece's bytes, every chunk and the whole verified. Raises Damaged naming the pack."""
-        return next(read_pieces(self.tier, manifest, [stored]))[1]
-
     def read_pieces(self, manifest: Manifest, wanted: Iterable[StoredPiece]) -> Iterator[tuple[StoredPiece, bytes]]:
         """Pieces with their verified bytes, in the order of their chunks, each chunk read once. Memory: three chunks and one piece."""
         return read_pieces(self.tier, manifest, wanted)

@@ -58,18 +58,18 @@ TWO = state(generation(0, None, 0), generation(1, 0, 12), commits=(commit(10),))
 def test_the_newest_step_wins_and_memory_wins_at_the_same_step(
     memory: list[MemoryCut], commits: list[CommitEntry], log: LogState | None, expected: Key
 ) -> None:
-    choice, reason = choose(memory, commits, "auto", None, {}, state=log)
+    choice, reason = choose(memory, commits, "auto", {}, state=log)
     assert choice.key == expected
     assert reason
 
 
 def test_a_bad_source_is_passed_over_and_named() -> None:
     exclude: dict[Key, str] = {("memory", 20, 0): "its index is torn"}
-    choice, _ = choose([cut(20)], [commit(10), commit(20)], "auto", None, exclude, state=ONE)
+    choice, _ = choose([cut(20)], [commit(10), commit(20)], "auto", exclude, state=ONE)
     assert choice.key == ("disk", 20, 0)
     assert "its index is torn" in choice.notes[0]
     exclude["disk", 20, 0] = "pack x changed"
-    choice, _ = choose([cut(20)], [commit(10), commit(20)], "auto", None, exclude, state=ONE)
+    choice, _ = choose([cut(20)], [commit(10), commit(20)], "auto", exclude, state=ONE)
     assert choice.key == ("disk", 10, 0)
     assert len(choice.notes) == 2
 
@@ -78,7 +78,7 @@ def test_a_bad_source_is_passed_over_and_named() -> None:
 def test_I10_a_run_whose_checkpoints_are_all_bad_is_never_started_afresh(resume: Resume) -> None:
     exclude: dict[Key, str] = {("disk", 10, 0): "pack x changed", ("disk", 20, 0): "manifest y is missing"}
     with pytest.raises(NoCheckpoint) as caught:
-        choose([], [commit(10), commit(20)], resume, None, exclude, state=ONE)
+        choose([], [commit(10), commit(20)], resume, exclude, state=ONE)
     assert "step 10 of generation 0 (disk): pack x changed" in str(caught.value)
     assert "step 20 of generation 0 (disk): manifest y is missing" in str(caught.value)
 
@@ -86,44 +86,33 @@ def test_I10_a_run_whose_checkpoints_are_all_bad_is_never_started_afresh(resume:
 def test_I10_condemned_checkpoints_still_forbid_a_fresh_start() -> None:
     gone = CondemnEntry(step=20, generation=0, objects=("packs/x",), reason="digest differs")
     with pytest.raises(NoCheckpoint, match=r"step 20 of generation 0 .*condemned: digest differs"):
-        choose([], [], "auto", None, {}, state=state(generation(0, None, 0), condemned=(gone,)))
+        choose([], [], "auto", {}, state=state(generation(0, None, 0), condemned=(gone,)))
 
 
 def test_I10_must_needs_a_checkpoint_unless_none_was_promised_to_a_restart() -> None:
     with pytest.raises(NoCheckpoint, match="right folder"):
-        choose([], [], "must", None, {}, state=None)
+        choose([], [], "must", {}, state=None)
     with pytest.raises(NoCheckpoint, match="right folder"):
-        choose([], [], "must", None, {}, state=state(generation(0, None, 0)))
+        choose([], [], "must", {}, state=state(generation(0, None, 0)))
     with pytest.raises(NoCheckpoint, match="restart 2"):
-        choose([], [], "auto", None, {}, state=None, restart_count=2)
-    choice, _ = choose([], [], "auto", None, {}, state=None, restart_count=2, witnessed=True)
+        choose([], [], "auto", {}, state=None, restart_count=2)
+    choice, _ = choose([], [], "auto", {}, state=None, restart_count=2, witnessed=True)
     assert choice.source == "fresh"
-    choice, _ = choose([], [], "auto", None, {}, state=state(generation(0, None, 0)), restart_count=2)
+    choice, _ = choose([], [], "auto", {}, state=state(generation(0, None, 0)), restart_count=2)
     assert choice.source == "fresh"
     assert "never made a checkpoint" in choice.notes[0]
 
 
 def test_I10_a_fresh_start_is_always_said() -> None:
-    choice, reason = choose([], [], "auto", None, {}, state=None)
+    choice, reason = choose([], [], "auto", {}, state=None)
     assert "fresh" in choice.notes[0]
     assert "fresh" in reason
 
 
 def test_never_refuses_a_folder_with_a_run() -> None:
-    assert choose([], [], "never", None, {}, state=None)[0].source == "fresh"
+    assert choose([], [], "never", {}, state=None)[0].source == "fresh"
     with pytest.raises(Refused, match="run exists"):
-        choose([], [], "never", None, {}, state=state(generation(0, None, 0)))
-
-
-def test_B08_a_step_asked_for_is_taken_exactly_or_refused() -> None:
-    commits = [commit(100), commit(200)]
-    assert choose([cut(300)], commits, "auto", 100, {}, state=ONE)[0].key == ("disk", 100, 0)
-    with pytest.raises(NoCheckpoint, match=r"\[100, 200\]"):
-        choose([cut(300)], commits, "auto", 150, {}, state=ONE)
-    with pytest.raises(NoCheckpoint, match=r"\[none\]"):
-        choose([], [], "auto", 150, {}, state=None)
-    with pytest.raises(NoCheckpoint, match="bad: pack x"):
-        choose([], commits, "auto", 100, {("disk", 100, 0): "pack x"}, state=ONE)
+        choose([], [], "never", {}, state=state(generation(0, None, 0)))
 
 
 def test_the_lineage_counts_ancestors_up_to_the_lowest_base_on_the_way() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unbroken.order.tree import Node, cover, merge, merge_order, parent, root, sibling, span
+from unbroken.order.tree import Node, cover, merge, parent, root, sibling, span
 from unbroken.order.units import blocks
 
 
@@ -63,23 +63,6 @@ def test_cover_is_exact_and_maximal(case: tuple[int, list[range]]) -> None:
             if node != root(num_units):
                 above = span(parent(node), num_units)
                 assert not (block.start <= above.start and above.stop <= block.stop), f"{node} could have been its parent"
-
-
-@given(st.integers(1, 200))
-def test_merge_order_lists_every_addition_once(num_units: int) -> None:
-    values = {Node(0, unit): str(unit) for unit in range(num_units)}
-    additions = merge_order(num_units)
-    assert len(additions) == num_units - 1
-    nodes = dict(values)
-    for left, right, above in additions:
-        for side in (left, right):
-            while side not in nodes:  # promoted unchanged
-                below = Node(side.level - 1, side.index * 2)
-                while below not in nodes:
-                    below = Node(below.level - 1, below.index * 2)
-                nodes[side] = nodes.pop(below)
-        nodes[above] = join(nodes.pop(left), nodes.pop(right))
-    assert list(nodes.values()) == [one_rank(num_units)]
 
 
 def test_the_trial_of_three_ranks_and_four_units() -> None:

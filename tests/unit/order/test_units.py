@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unbroken.order.units import SampleOrder, blocks, default_units
+from unbroken.order.units import SampleOrder, Span, blocks, default_units
 
 
 @given(num_units=st.integers(1, 200), world_size=st.integers(1, 200))
@@ -82,7 +82,7 @@ def test_B32_counters_are_exact_at_any_width(consumed: int, num_samples: int, po
     epoch, place = order.locate(consumed)
     assert (place, epoch * num_samples + place) == (position, consumed)
     step = consumed + 1  # one sample a step: state `consumed` has consumed that many
-    assert order.epoch_and_position(step, 0) == (epoch, position)
+    assert order.spans(step, 0) == [Span(epoch, position, position + 1)]
     assert order.unit_ids(step, 0).tolist() == [position]
     shuffled = SampleOrder(num_samples, 1, 1, seed=3).unit_ids(step, 0)
     assert shuffled.dtype == np.int64 and 0 <= shuffled[0] < num_samples
@@ -90,7 +90,7 @@ def test_B32_counters_are_exact_at_any_width(consumed: int, num_samples: int, po
 
 def test_B32_steps_of_many_samples_are_exact_too() -> None:
     order = SampleOrder(1_000_003, 3072, 8, shuffle=False)
-    assert order.epoch_and_position(700_001, 0) == (2150, 393550)
+    assert order.locate(700_000 * 3072) == (2150, 393550)
     assert order.unit_ids(700_001, 0)[0] == 393550
 
 

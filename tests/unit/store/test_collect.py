@@ -364,5 +364,5 @@ def test_the_state_of_ranks_goes_and_stays_with_its_checkpoint() -> None:
     trainer.collect(1)
     repository = Repository.open(tier)
     (manifest,) = repository.manifests(repository.visible()[-1])
-    got = {s.rank: repository.read_piece(manifest, s) for s in manifest.pieces if s.rank is not None}
+    got = {s.rank: data for s, data in repository.read_pieces(manifest, manifest.pieces) if s.rank is not None}
     assert got == {rank: bytes(rank_state(20, rank)[0].data) for rank in range(2)}

@@ -14,7 +14,7 @@ from unbroken.core.limits import MAX_JOURNAL_LINE_BYTES
 from unbroken.core.ports import Buffer
 from unbroken.core.records import BeginRecord, EventRecord, Record, StepRecord
 from unbroken.store import journal
-from unbroken.store.journal import JournalWriter, chain_after, durable_head, first_chain, read_journal
+from unbroken.store.journal import JournalWriter, durable_head, first_chain, read_journal
 from unbroken.store.tiers.memory import MemoryTier
 
 PATH = "runs/main/journal/00000002.jsonl"
@@ -48,10 +48,6 @@ def test_lines_come_back_in_order_and_end_at_the_writers_head() -> None:
     lines = list(read_journal(tier, "main", 2, NONCE))
     assert [line.record for line in lines] == records(5)
     assert (lines[-1].chain, len(lines)) == (writer.head, writer.num_lines)
-    assert chain_after(tier, "main", 2, NONCE, 5) == writer.head
-    assert chain_after(tier, "main", 2, NONCE, 0) == first_chain(2, NONCE)
-    with pytest.raises(Damaged, match="ends after 5 lines where a commit counts 6"):
-        chain_after(tier, "main", 2, NONCE, 6)
 
 
 def test_adding_writes_nothing_and_syncing_writes_once() -> None:

@@ -119,7 +119,7 @@ def test_a_commit_reads_back_whole_with_its_roots() -> None:
     assert repository.visible() == (commit,)
     manifest = manifest_of(repository, commit)
     assert whole_value(load(repository, commit)) == 10
-    assert {s.rank: repository.read_piece(manifest, s) for s in manifest.pieces if s.rank is not None} == {
+    assert {s.rank: data for s, data in repository.read_pieces(manifest, manifest.pieces) if s.rank is not None} == {
         rank: bytes(rank_state(10, rank)[0].data) for rank in range(2)
     }
     assert (commit.milestone, commit.state_root, commit.journal_lines) == (True, manifest.state_root, 1)

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from unbroken.codec.digest import text_digest
 from unbroken.core.errors import ForeignFolder, Permanent, StoreError, Transient
 from unbroken.core.os import boot_id, forget_pages, hostname, is_alive, sync_directory
-from unbroken.core.ports import Buffer, Nonces, SystemNonces, TierTraits, failpoint
+from unbroken.core.ports import Buffer, Nonces, SystemNonces, failpoint
 from unbroken.store.paths import is_inside
 
 _PASSING = frozenset({errno.EINTR, errno.EAGAIN, errno.EBUSY, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.ETIMEDOUT})
@@ -54,7 +54,6 @@ class DiskTier:
     """Objects are files under `root`. Modes follow the umask; names in the folder are durable when a call returns."""
 
     def __init__(self, root: str, nonces: Nonces | None = None) -> None:
-        self.traits = TierTraits(name="disk", conditional_put=True, durable=True, append=True)
         self.root = os.path.abspath(root)
         self._nonces = nonces or SystemNonces()
         self._made: set[str] = set()

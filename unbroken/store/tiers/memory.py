@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterable
 
 from unbroken.core.errors import Permanent
-from unbroken.core.ports import Buffer, TierTraits
+from unbroken.core.ports import Buffer
 from unbroken.store.paths import is_inside
 
 Snapshot = tuple[tuple[str, bytes], ...]
@@ -16,7 +16,6 @@ class MemoryTier:
     """Objects in a dict. `snapshot` gives all of them, sorted by path; a tier made from it is equal."""
 
     def __init__(self, snapshot: Snapshot = ()) -> None:
-        self.traits = TierTraits(name="memory", conditional_put=True, durable=False, append=True)
         self._objects = dict(snapshot)
         self._lock = threading.Lock()
 
