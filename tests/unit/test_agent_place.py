@@ -39,10 +39,11 @@ def test_a_socket_that_is_removed_comes_back_and_the_next_worker_finds_the_same_
     pid = daemon_pid(directory)
     if what == "folder":
         shutil.rmtree(os.path.dirname(address(directory)))
-    else:
+    elif what == "socket":
         os.unlink(address(directory))
-    if what == "replaced":
-        Path(address(directory)).write_text("not a socket")
+    else:
+        Path(address(directory) + ".new").write_text("not a socket")
+        os.replace(address(directory) + ".new", address(directory))
     until(lambda: is_found(directory), "the daemon is found again", 5.0)
     assert daemon_pid(directory) == pid
     job.train(2)
