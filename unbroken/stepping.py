@@ -6,7 +6,8 @@ undone; while the optimizers run it is neither, and nothing of it may be saved.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 
@@ -23,7 +24,7 @@ from unbroken.step.micro import Batch, Micro
 from unbroken.step.reduce import Flags
 from unbroken.step.ring import RingUpdate
 from unbroken.step.undo import Undo
-from unbroken.step.update import Applied, Update, check_clip, scaled
+from unbroken.step.update import Applied, Update, check_clip
 
 
 class Stepping:
@@ -35,7 +36,8 @@ class Stepping:
         self._stack, self._streams = opening.stack, opening.stack.streams
         self._exchange = opening.exchange
         self._is_ring = opening.config.reduce == "ring"
-        self._update = (RingUpdate if self._is_ring else Update)(self._stack, opening.num_units, self._exchange)
+        kind = RingUpdate if self._is_ring else Update
+        self._update = kind(self._stack, opening.num_units, self._exchange, full_weight(opening.source.facts(), opening.num_units))
         self._undo = Undo(self._stack.parts.extras)
         rank, world_size = self._exchange.rank, self._exchange.world_size
         block = blocks(opening.num_units, world_size)[rank]
@@ -146,7 +148,7 @@ class Stepping:
 
     def _backward(self, micro: Micro, loss: torch.Tensor) -> None:
         failpoint("step.backward")
-        scaled(self._stack.parts.scaler, loss).backward()  # type: ignore[no-untyped-call]
+        self._update.backward(loss, micro.weight)
         self._update.finish_unit(micro.unit, self._digest, micro.weight, loss)
 
     def _count(self, applied: Applied) -> None:
@@ -172,3 +174,8 @@ class Stepping:
         self._update.undo()
         self._undo.back()
         self._streams.back()
+
+
+def full_weight(data: Mapping[str, Any], num_units: int) -> int:
+    """Samples of a full step, from the birth facts of the data; where only the loader knows, one per unit."""
+    return int(data.get("global_batch") or num_units * int(data.get("batch_size") or 1))

@@ -32,10 +32,10 @@ def reduced(exchange: Exchange) -> list[str]:
     reduction = OrderedReduction(like, NUM_UNITS, exchange)
     block = blocks(NUM_UNITS, exchange.world_size)[exchange.rank]
     for unit in block:
-        reduction.add(unit, unit + 1, values(unit), [True, True])
+        reduction.add(unit, values(unit))
     units = tuple(UnitFacts(u, "", u + 1, "0" * 16, "") for u in block)
     result = reduction.reduce(RankFacts(units=units, present=reduction.present))
-    return [raw.hex() for raw in bits_of([reduction.layout.view(result.flats, i) for i in range(2)])]
+    return [raw.hex() for raw in bits_of([value for value in result.sums if value is not None])]
 
 
 def failure_of(exchange: Exchange, scatter: bool) -> tuple[float, str]:

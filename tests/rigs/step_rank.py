@@ -15,7 +15,7 @@ from unbroken.core.records import Piece
 from unbroken.order.units import blocks
 from unbroken.step.exchange import Exchange
 from unbroken.step.reduce import Flags
-from unbroken.step.update import Applied, Update, scaled
+from unbroken.step.update import Applied, Update
 
 CPU = torch.device("cpu")
 
@@ -35,7 +35,7 @@ def stack_of(model: Any, optimizer: Any = None, *, seed: int = 0, scheduler: Any
     return Stack(parts, Streams(seed, CPU))
 
 
-def run_units(update: Update, loss_of: Loss, units: range, weights: Mapping[int, int] | None = None, scaler: Any = None) -> None:
+def run_units(update: Update, loss_of: Loss, units: range, weights: Mapping[int, int] | None = None) -> None:
     """Forward, backward and setting aside of these units, as Run does it; a unit of weight 0 has no samples and no loss."""
     for unit in units:
         weight = (weights or {}).get(unit, 1)
@@ -44,7 +44,7 @@ def run_units(update: Update, loss_of: Loss, units: range, weights: Mapping[int,
             continue
         update.start_unit()
         loss = loss_of(unit)
-        scaled(scaler, loss).backward()  # type: ignore[no-untyped-call]
+        update.backward(loss, weight)
         update.finish_unit(unit, f"{unit:032x}", weight, loss)
 
 
@@ -56,11 +56,10 @@ def step(
     weights: Mapping[int, int] | None = None,
     *,
     clip: float | None = None,
-    scaler: Any = None,
 ) -> Applied:
     """A whole step on this rank."""
     update.begin()
-    run_units(update, loss_of, blocks(num_units, exchange.world_size)[exchange.rank], weights, scaler)
+    run_units(update, loss_of, blocks(num_units, exchange.world_size)[exchange.rank], weights)
     return update.apply(update.reduce(Flags()), clip)
 
 

@@ -62,16 +62,16 @@ class ThreadExchange(Exchange):
             self._meeting.break_up()
         self._meeting = None
 
-    def scatter(self, frames: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
+    def scatter(self, frames: torch.Tensor, sent: list[int], received: list[int], out: torch.Tensor | None = None) -> torch.Tensor:
         assert frames.dtype == torch.uint8 and frames.numel() == sum(sent), "what is sent is what was announced"
         arrived = [theirs[self.rank] for theirs in self._swap(torch.split(frames, sent))]
         assert [part.numel() for part in arrived] == received, "what arrives is what was expected"
-        return torch.cat(arrived)
+        return torch.cat(arrived) if out is None else torch.cat(arrived, out=out)
 
-    def gather(self, part: torch.Tensor) -> torch.Tensor:
+    def gather(self, part: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         parts = self._swap(part)
         assert len({(p.dtype, p.numel()) for p in parts}) == 1, "all parts are equally long"
-        return torch.cat(parts)
+        return torch.cat(parts) if out is None else torch.cat(parts, out=out)
 
     def _swap(self, mine: Any) -> list[Any]:
         if self._meeting is None:

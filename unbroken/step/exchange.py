@@ -62,19 +62,19 @@ class Exchange:
             self._group.abort()
         self._group = None
 
-    def scatter(self, frames: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
-        """All-to-all of uint8: `sent[d]` bytes go to rank d, `received[s]` come from rank s, in rank order."""
+    def scatter(self, frames: torch.Tensor, sent: list[int], received: list[int], out: torch.Tensor | None = None) -> torch.Tensor:
+        """All-to-all of uint8: `sent[d]` bytes go to rank d, `received[s]` come from rank s, in rank order, into `out` if given."""
         if self.world_size == 1:
             return frames
-        out = torch.empty(sum(received), dtype=torch.uint8, device=frames.device)
+        out = torch.empty(sum(received), dtype=torch.uint8, device=frames.device) if out is None else out
         self._wait("exchange.scatter", lambda: self._group.alltoall_base(out, frames, received, sent))
         return out
 
-    def gather(self, part: torch.Tensor) -> torch.Tensor:
-        """All-gather of equally long parts into one flat tensor, in rank order."""
+    def gather(self, part: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """All-gather of equally long parts into one flat tensor, `out` if given, in rank order."""
         if self.world_size == 1:
             return part
-        out = torch.empty(part.numel() * self.world_size, dtype=part.dtype, device=part.device)
+        out = torch.empty(part.numel() * self.world_size, dtype=part.dtype, device=part.device) if out is None else out
         self._wait("exchange.gather", lambda: self._group._allgather_base(out, part))
         return out
 

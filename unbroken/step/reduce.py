@@ -1,11 +1,12 @@
 """Ordered reduction: the gradient of a step is a fixed binary tree of sums over its units, whoever computed them (I14).
 
-    g = tree_sum(w_u * g_u) / sum(w_u)
+    g = tree_sum(g_u) / (sum(w_u) / N)          g_u: gradient of (w_u / N) * loss_u,  N: samples of a full step
 
-A rank sets each unit's gradient aside in one flat vector and merges tree neighbours at once, so that it holds at most log2 U + 1 of
-them. One step then takes two collectives: every rank receives the others' partial sums of *its* slice of the vector, walks the rest of
-the tree on it, and the finished slices are gathered. The facts of the step (losses, weights, sample digests, signals, buffers' new
-integer values) ride in the first. Bytes on the wire: 2 (W-1)/W of the gradient, as in a ring.
+A rank keeps each unit's gradients as backward made them and adds tree neighbours at once, so that it holds at most log2 U + 1 sums; in
+a full step the division is by one and left out. At world size 1 nothing is copied. Else one step takes two collectives: every rank
+receives the others' partial sums of *its* slice of all tensors, walks the rest of the tree on it, and the finished slices are gathered.
+The facts of the step (losses, weights, sample digests, signals, buffers' new integer values) ride in the first. Bytes on the wire:
+2 (W-1)/W of the gradient, as in a ring.
 
 Sums are made in float32 for half types, else in the gradient's own type. A unit without gradient for a parameter counts as +0.0; if no
 unit had one, `.grad` stays None.
@@ -25,6 +26,9 @@ from unbroken.order.units import blocks
 from unbroken.step.exchange import Exchange
 
 _ALIGN = 64
+
+Sums = list[torch.Tensor | None]
+"""A sum over some units, per tensor; None where none of them had a value."""
 
 
 class UnitFacts(Struct, frozen=True, array_like=True):
@@ -56,11 +60,14 @@ class RankFacts(Struct, frozen=True, array_like=True):
 
 @dataclass
 class Reduced:
-    """Result of a step's collective phase, the same on every rank."""
+    """Result of a step's collective phase, the same on every rank: the sum of each tensor over all units, None where no unit had one.
+
+    The sums' memory is used again by the next step.
+    """
 
     facts: list[RankFacts]
     total_weight: int
-    flats: list[torch.Tensor] = field(default_factory=list)
+    sums: list[torch.Tensor | None] = field(default_factory=list)
 
     def units(self) -> list[UnitFacts]:
         """All units of the step, in order."""
@@ -69,9 +76,32 @@ class Reduced:
 
 def sum_type(dtype: torch.dtype) -> torch.dtype:
     """The type in which gradients of this type are summed."""
-    if dtype in (torch.float16, torch.bfloat16):
-        return torch.float32
-    return dtype
+    return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
+
+
+class _Flat:
+    """One sum type's part of a list of tensors, seen as one vector; a missing tensor is zeros."""
+
+    def __init__(self, starts: list[int], values: list[torch.Tensor | None], ends: list[int]) -> None:
+        self._parts = list(zip(starts, ends, values, strict=True))
+
+    def write(self, out: torch.Tensor, start: int) -> None:
+        """Copy elements [start, start + len(out)); what lies beyond the last tensor is zero."""
+        stop, filled = start + out.numel(), start
+        targets, sources = [], []
+        for first, last, value in self._parts:
+            a, b = max(first, start), min(last, stop)
+            if a >= b:
+                continue
+            filled = b
+            if value is None:
+                out[a - start : b - start].zero_()
+            else:
+                targets.append(out[a - start : b - start])
+                sources.append(value.reshape(-1)[a - first : b - first])
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        out[max(filled, start) - start :].zero_()
 
 
 class FlatLayout:
@@ -98,6 +128,16 @@ class FlatLayout:
         step = world_size * _ALIGN
         return [(size + step - 1) // step * step for size in self.sizes]
 
+    def flat(self, values: Sums) -> list[_Flat]:
+        """For each sum type the values of its tensors as one vector."""
+        found = []
+        for group in range(len(self.types)):
+            members = [i for i, (g, _) in enumerate(self.places) if g == group]
+            starts = [self.places[i][1] for i in members]
+            ends = [start + self.tensors[i].numel() for start, i in zip(starts, members, strict=True)]
+            found.append(_Flat(starts, [values[i] for i in members], ends))
+        return found
+
     def view(self, flats: Sequence[torch.Tensor], index: int) -> torch.Tensor:
         """The part of `flats` that belongs to tensor number `index`, in its shape."""
         group, start = self.places[index]
@@ -106,9 +146,10 @@ class FlatLayout:
 
 
 class OrderedReduction:
-    """Collects the units' gradients (and float buffers) of one step and reduces them in unit order.
+    """Collects the units' gradients (and float buffers) of one step and adds them in unit order.
 
-    Memory: at most log2 U + 1 flat vectors per aligned block, reused from step to step.
+    Memory: at most log2 U + 1 sums per aligned block; with several ranks also three wire buffers, kept from step to step, because
+    fresh pages are several times slower to write than used ones.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], num_units: int, exchange: Exchange, integer_bytes: int = 0) -> None:
@@ -116,18 +157,24 @@ class OrderedReduction:
         self.num_units = num_units
         self._exchange = exchange
         self._blocks = blocks(num_units, exchange.world_size)
-        self._padded = self.layout.padded(exchange.world_size)
-        self._nodes: dict[Node, _Partial] = {}
-        self._free: list[_Partial] = []
+        self._covers = [cover(b, num_units) if len(b) else [] for b in self._blocks]
+        self._slices = [size // exchange.world_size for size in self.layout.padded(exchange.world_size)]
+        self._nodes: dict[Node, Sums] = {}
         self._present = bytearray(len(self.layout.tensors))
-        self._integer_bytes = integer_bytes
+        self._head_bytes = _head_bytes(max(map(len, self._blocks)), len(self.layout.tensors), integer_bytes)
+        self._wire: dict[str, torch.Tensor] = {}
 
     @property
     def buffers_bytes(self) -> int:
-        """Most bytes that the partial sums of a rank can take."""
-        size = sum(n * t.itemsize for n, t in zip(self._padded, self.layout.types, strict=True))
-        most = max(len(cover(b, self.num_units)) for b in self._blocks if len(b))
-        return size * (most + self.num_units.bit_length())
+        """Most bytes that the partial sums of a rank and its wire buffers can take."""
+        size = sum(n * t.itemsize for n, t in zip(self.layout.sizes, self.layout.types, strict=True))
+        most = max(map(len, self._covers))
+        sums = size * (most + self.num_units.bit_length())
+        if self._exchange.world_size == 1:
+            return sums
+        world_size = self._exchange.world_size
+        wire = self._slice_bytes * (most * world_size + sum(map(len, self._covers)) + world_size) + 2 * world_size * self._head_bytes
+        return sums + wire
 
     @property
     def present(self) -> bytes:
@@ -136,99 +183,115 @@ class OrderedReduction:
 
     def reset(self) -> None:
         """Forget the units of an attempt."""
-        self._free.extend(self._nodes.values())
         self._nodes.clear()
         self._present = bytearray(len(self.layout.tensors))
 
     @torch.no_grad()
-    def add(self, unit: int, weight: int, values: Sequence[torch.Tensor | None], present: Sequence[bool]) -> None:
-        """Set one unit's values aside, multiplied by its weight, and merge finished neighbours; None counts as +0.0.
+    def add(self, unit: int, values: Sequence[torch.Tensor | None]) -> None:
+        """Take one unit's values over, None for a tensor that it has none of, and add finished neighbours.
 
-        `present` says which of them the unit really produced. Cost: one pass over the values.
+        The tensors are ours from here on and are written. Cost: nothing for a unit that waits for its neighbour, else one addition.
         """
-        partial = self._take()
-        targets, sources = [], []
-        for index, (value, is_present) in enumerate(zip(values, present, strict=True)):
-            self._present[index] |= is_present
-            if value is None:
-                partial.views[index].zero_()
-            else:
-                targets.append(partial.views[index])
-                sources.append(value)
-        if targets:
-            torch._foreach_copy_(targets, sources)
-        if weight != 1:
-            torch._foreach_mul_(partial.flats, float(weight))
-        self._nodes[Node(0, unit)] = partial
-        self._nodes = merge(self._nodes, self._merge_partials, self.num_units)
+        for index, value in enumerate(values):
+            self._present[index] |= value is not None
+        self._nodes[Node(0, unit)] = [None if v is None else v.to(sum_type(v.dtype)) for v in values]
+        self._nodes = merge(self._nodes, _add, self.num_units)
 
+    @torch.no_grad()
     def reduce(self, facts: RankFacts) -> Reduced:
-        """One collective phase: sums in unit order, divided once by the total weight. Raises ExchangeFailed; nothing is changed then.
+        """One collective phase: sums in unit order. Raises ExchangeFailed; the sums collected here are not changed then.
 
-        Cost: an all-to-all and an all-gather of the gradient, log2 W additions of a slice.
+        Cost: one copy into the frames, an all-to-all and an all-gather of the gradient, log2 W additions of a slice; at world size 1
+        nothing.
         """
         exchange = self._exchange
-        device = exchange.device
-        mine = [self._nodes[node].flats for node in cover(self._blocks[exchange.rank], self.num_units)]
-        head = _frame(facts, self._head_bytes(), device)
-        slices = [size // exchange.world_size for size in self._padded]
-        slice_bytes = sum(n * t.itemsize for n, t in zip(slices, self.layout.types, strict=True))
-        frames = _pack(head, mine, slices, exchange.world_size)
-        counts = [len(cover(b, self.num_units)) if len(b) else 0 for b in self._blocks]
-        sent = [head.numel() + len(mine) * slice_bytes] * exchange.world_size
-        received = [head.numel() + count * slice_bytes for count in counts]
-        arrived = torch.split(exchange.scatter(frames, sent, received), received)
-        told = [_unframe(part[: head.numel()]) for part in arrived]
-        nodes: dict[Node, list[torch.Tensor]] = {}
-        for block, part in zip(self._blocks, arrived, strict=True):
-            offset = head.numel()
-            for node in cover(block, self.num_units) if len(block) else ():
-                nodes[node] = []
-                for count, dtype in zip(slices, self.layout.types, strict=True):
-                    size = count * dtype.itemsize
-                    nodes[node].append(part[offset : offset + size].view(dtype))
-                    offset += size
+        frames, sent = self._pack(facts)
+        received = [self._head_bytes + len(nodes) * self._slice_bytes for nodes in self._covers]
+        if exchange.world_size == 1:
+            told = [_unframe(exchange.scatter(frames, sent, sent)[: self._head_bytes])]
+            (sums,) = self._nodes.values()
+        else:
+            arrived = torch.split(exchange.scatter(frames, sent, received, self._buffer("arrived", sum(received))), received)
+            told = [_unframe(part[: self._head_bytes]) for part in arrived]
+            sums = self._gather(arrived)
+        present = [any(rank.present[i] for rank in told) for i in range(len(self.layout.tensors))]
+        return Reduced(
+            facts=told,
+            total_weight=sum(unit.weight for rank in told for unit in rank.units),
+            sums=[value if is_present else None for value, is_present in zip(sums, present, strict=True)],
+        )
+
+    @property
+    def _slice_bytes(self) -> int:
+        return sum(n * t.itemsize for n, t in zip(self._slices, self.layout.types, strict=True))
+
+    def _buffer(self, name: str, size_bytes: int) -> torch.Tensor:
+        if name not in self._wire:
+            self._wire[name] = torch.zeros(size_bytes, dtype=torch.uint8, device=self._exchange.device)
+        assert self._wire[name].numel() == size_bytes
+        return self._wire[name]
+
+    def _pack(self, facts: RankFacts) -> tuple[torch.Tensor, list[int]]:
+        """Frames for all destinations, one after the other: the facts, then each partial sum's slice for that destination; their sizes."""
+        head, world_size = _frame(facts, self._head_bytes, self._exchange.device), self._exchange.world_size
+        if world_size == 1:
+            return head, [self._head_bytes]
+        mine = [self.layout.flat(self._nodes[node]) for node in self._covers[self._exchange.rank]]
+        size = self._head_bytes + len(mine) * self._slice_bytes
+        frames = self._buffer("frames", size * world_size)
+        for destination, frame in enumerate(torch.split(frames, size)):
+            frame[: self._head_bytes].copy_(head)
+            offset = self._head_bytes
+            for flats in mine:
+                for group, count in enumerate(self._slices):
+                    end = offset + count * self.layout.types[group].itemsize
+                    flats[group].write(frame[offset:end].view(self.layout.types[group]), destination * count)
+                    offset = end
+        return frames, [size] * world_size
+
+    def _gather(self, arrived: Sequence[torch.Tensor]) -> Sums:
+        """The rest of the tree on this rank's slice of everybody's partial sums, then all finished slices."""
+        nodes: dict[Node, Sums] = {}
+        for cover_nodes, part in zip(self._covers, arrived, strict=True):
+            offset = self._head_bytes
+            for node in cover_nodes:
+                slices: Sums = []
+                for count, dtype in zip(self._slices, self.layout.types, strict=True):
+                    slices.append(part[offset : offset + count * dtype.itemsize].view(dtype))
+                    offset += count * dtype.itemsize
+                nodes[node] = slices
         done = merge(nodes, _add, self.num_units)
         assert len(done) == 1, f"the tree did not close: {sorted(done)}"
-        total = sum(unit.weight for rank in told for unit in rank.units)
-        part_sums = next(iter(done.values()))
-        for flat in part_sums:
-            flat.div_(max(total, 1))
-        flats = [exchange.gather(flat) for flat in part_sums]
-        return Reduced(facts=told, total_weight=total, flats=flats)
-
-    def _head_bytes(self) -> int:
-        """Room for one rank's facts, the same on every rank: what the largest block can need."""
-        most = max(len(b) for b in self._blocks)
-        size = 256 + 160 * most + len(self.layout.tensors) + self._integer_bytes
-        return (size + _ALIGN - 1) // _ALIGN * _ALIGN
-
-    def _take(self) -> _Partial:
-        if self._free:
-            return self._free.pop()
-        device = self._exchange.device
-        # zeros: the padding behind the last tensor is summed and sent too
-        flats = [torch.zeros(size, dtype=dtype, device=device) for size, dtype in zip(self._padded, self.layout.types, strict=True)]
-        return _Partial(flats, [self.layout.view(flats, index) for index in range(len(self.layout.tensors))])
-
-    def _merge_partials(self, left: _Partial, right: _Partial) -> _Partial:
-        _add(left.flats, right.flats)
-        self._free.append(right)
-        return left
+        world_size, flats = self._exchange.world_size, []
+        for group, part_sum in enumerate(next(iter(done.values()))):
+            assert part_sum is not None
+            out = self._buffer(f"sums {group}", part_sum.nbytes * world_size).view(part_sum.dtype)
+            flats.append(self._exchange.gather(part_sum, out))
+        return [self.layout.view(flats, index) for index in range(len(self.layout.tensors))]
 
 
-@dataclass(frozen=True)
-class _Partial:
-    """A sum over some units: one flat vector per sum type, and each tensor's view into it."""
-
-    flats: list[torch.Tensor]
-    views: list[torch.Tensor]
-
-
-def _add(left: list[torch.Tensor], right: list[torch.Tensor]) -> list[torch.Tensor]:
+def _add(left: Sums, right: Sums) -> Sums:
+    """left + right, in the memory of either; None counts as +0.0, so that who has no value does not matter."""
+    ours: list[torch.Tensor] = []
+    theirs: list[torch.Tensor] = []
+    alone: list[torch.Tensor] = []
     for a, b in zip(left, right, strict=True):
-        a.add_(b)
-    return left
+        if a is not None and b is not None:
+            ours.append(a)
+            theirs.append(b)
+        elif a is not None or b is not None:
+            alone.append(a if a is not None else b)  # type: ignore[arg-type]
+    if ours:
+        torch._foreach_add_(ours, theirs)
+    if alone:
+        torch._foreach_add_(alone, 0.0)  # -0.0 becomes +0.0, as in the sum with a zero
+    return [b if a is None else a for a, b in zip(left, right, strict=True)]
+
+
+def _head_bytes(most_units: int, num_tensors: int, integer_bytes: int) -> int:
+    """Room for one rank's facts, the same on every rank: what the largest block can need."""
+    size = 256 + 160 * most_units + num_tensors + integer_bytes
+    return (size + _ALIGN - 1) // _ALIGN * _ALIGN
 
 
 def _frame(facts: RankFacts, size_bytes: int, device: torch.device) -> torch.Tensor:
@@ -243,14 +306,3 @@ def _frame(facts: RankFacts, size_bytes: int, device: torch.device) -> torch.Ten
 def _unframe(frame: torch.Tensor) -> RankFacts:
     raw = bytes(frame.cpu().numpy())
     return msgspec.msgpack.decode(raw[4 : 4 + int.from_bytes(raw[:4], "little")], type=RankFacts)
-
-
-def _pack(head: torch.Tensor, nodes: list[list[torch.Tensor]], slices: list[int], world_size: int) -> torch.Tensor:
-    """Frames for all destinations, one after the other: the facts, then each partial sum's slice for that destination."""
-    parts: list[torch.Tensor] = []
-    for destination in range(world_size):
-        parts.append(head)
-        for flats in nodes:
-            for flat, count in zip(flats, slices, strict=True):
-                parts.append(flat[destination * count : (destination + 1) * count].view(torch.uint8))
-    return torch.cat(parts)

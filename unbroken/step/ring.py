@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from unbroken.capture.stack import Stack
 from unbroken.step.exchange import Exchange
 from unbroken.step.reduce import Flags, RankFacts, Reduced, UnitFacts
-from unbroken.step.update import Update, bits
+from unbroken.step.update import Update, bits, scaled
 
 
 def require_fixed_buckets(models: Mapping[str, nn.Module], world_size: int) -> None:
@@ -51,11 +51,15 @@ class RingUpdate(Update):
     A collective that fails inside the user's backward raises there: this mode has no retry in place.
     """
 
-    def __init__(self, stack: Stack, num_units: int, exchange: Exchange) -> None:
-        super().__init__(stack, num_units, exchange, silence=False)
+    def __init__(self, stack: Stack, num_units: int, exchange: Exchange, full_weight: int = 0) -> None:
+        super().__init__(stack, num_units, exchange, full_weight, silence=False)
 
     def start_unit(self) -> None:
         """Buffers are DDP's business."""
+
+    def backward(self, loss: torch.Tensor, weight: int) -> None:
+        """As in a plain loop: DDP averages over ranks by itself."""
+        scaled(self._stack.parts.scaler, loss).backward()  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def finish_unit(self, unit: int, digest: str, weight: int, loss: torch.Tensor | None) -> None:

@@ -20,7 +20,7 @@ from unbroken.core.ports import failpoint
 from unbroken.order.tree import Node, merge
 from unbroken.step.exchange import Exchange
 from unbroken.step.live_buffers import LiveBuffers
-from unbroken.step.reduce import Flags, OrderedReduction, RankFacts, Reduced, UnitFacts
+from unbroken.step.reduce import Flags, OrderedReduction, RankFacts, Reduced, UnitFacts, sum_type
 
 
 @dataclass(frozen=True)
@@ -59,15 +59,17 @@ class _Unit:
 class Update:
     """Holds one step's gradients until they are applied.
 
-    Cost in the step path: a pass over the gradients per unit, the collectives of `OrderedReduction.reduce`, a copy of the reduced
-    gradient into `.grad`; float buffers travel with the gradients. On accelerators the losses and facts are read once per step.
+    Cost in the step path: an addition of gradients per unit but the first, the collectives of `OrderedReduction.reduce`; nothing is
+    copied into `.grad`. Float buffers travel with the gradients. On accelerators the losses and facts are read once per step.
+    `full_weight`: samples of a full step (default: one per unit).
     """
 
-    def __init__(self, stack: Stack, num_units: int, exchange: Exchange, *, silence: bool = True) -> None:
+    def __init__(self, stack: Stack, num_units: int, exchange: Exchange, full_weight: int = 0, *, silence: bool = True) -> None:
         self._stack = stack
         self._parameters = [p for p in stack.parameters().values()]
         self._buffers = LiveBuffers(stack.parts.models)
         self._num_units = num_units
+        self._full_weight = full_weight or num_units
         self._exchange = exchange
         integer_bytes = sum(b.numel() * b.element_size() for b in self._buffers.integers)
         self.reduction = OrderedReduction([*self._parameters, *self._buffers.floats], num_units, exchange, integer_bytes)
@@ -115,16 +117,20 @@ class Update:
         self._buffers.rewind()
         self._clear_gradients()
 
+    def backward(self, loss: torch.Tensor, weight: int) -> None:
+        """Backward of a unit's mean loss, scaled to its share of a full step: the sum over units is the gradient then, undivided."""
+        share = weight / self._full_weight
+        scaled(self._stack.parts.scaler, loss if share == 1.0 else loss * share).backward()  # type: ignore[no-untyped-call]
+
     @torch.no_grad()
     def finish_unit(self, unit: int, digest: str, weight: int, loss: torch.Tensor | None) -> None:
         """Set the unit's gradients and buffers aside and clear `.grad`. A unit without samples has weight 0 and no loss."""
         # a unit without samples has run nothing: what the buffers hold is the beginning's, or another unit's
         self._buffers.settle()
-        floats = self._buffers.floats
         gradients = [_dense(p.grad) if weight else None for p in self._parameters]
-        values: Sequence[torch.Tensor | None] = [*gradients, *(floats if weight else [None] * len(floats))]
-        self.reduction.add(unit, weight, values, [g is not None for g in gradients] + [False] * len(floats))
         self._clear_gradients()
+        floats = [b.to(sum_type(b.dtype)) * float(weight) if weight else None for b in self._buffers.floats]
+        self.reduction.add(unit, [*gradients, *floats])
         integers = [b.detach().clone() for b in self._buffers.integers] if loss is not None else None
         self.keep(unit, digest, weight, loss, changed=self._buffers.changed(), integers=integers)
 
@@ -147,6 +153,7 @@ class Update:
         units, raw = [], b""
         num_floats = len(self._buffers.floats)
         present = bytearray(self.reduction.present)
+        present[len(self._parameters) :] = bytes(num_floats)  # a buffer counts where a unit has written it
         for u, (loss, changed) in zip(self.collected, self._read_facts(), strict=True):
             digest = ""
             for j, flag in enumerate(changed[:num_floats]):
@@ -201,18 +208,15 @@ class Update:
 
     @torch.no_grad()
     def _deliver(self, reduced: Reduced) -> None:
-        present = bytearray(len(self._parameters) + len(self._buffers.floats))
-        for rank in reduced.facts:
-            for i, flag in enumerate(rank.present):
-                present[i] |= flag
-        layout = self.reduction.layout
-        for i, parameter in enumerate(self._parameters):
-            value = layout.view(reduced.flats, i)
-            parameter.grad = _as_gradient(value, parameter) if present[i] else None
-        for j, buffer in enumerate(self._buffers.floats):
-            i = len(self._parameters) + j
-            if present[i]:
-                buffer.copy_(layout.view(reduced.flats, i))
+        num_parameters, total = len(self._parameters), reduced.total_weight
+        gradients = [value for value in reduced.sums[:num_parameters] if value is not None]
+        if total not in (0, self._full_weight) and gradients:
+            torch._foreach_div_(gradients, total / self._full_weight)
+        for parameter, value in zip(self._parameters, reduced.sums, strict=False):
+            parameter.grad = None if value is None else _as_gradient(value, parameter)
+        for buffer, value in zip(self._buffers.floats, reduced.sums[num_parameters:], strict=True):
+            if value is not None:
+                buffer.copy_(value / max(total, 1))
         raw = next((rank.integers for rank in reduced.facts if rank.integers), b"")
         if raw:
             offset = 0
@@ -289,7 +293,7 @@ def tensor_bytes(tensor: torch.Tensor) -> bytes:
 
 def _as_gradient(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """In the parameter's type and strides: a fused optimizer walks memory, not elements."""
-    if parameter.is_contiguous():
+    if value.stride() == parameter.stride():
         return value.to(parameter.dtype)
     return torch.empty_like(parameter).copy_(value)
 
