@@ -119,10 +119,44 @@ def test_a_final_exit_code_is_kept_and_not_tried_again(tmp_path: Path, code: int
 
 
 def test_a_program_that_cannot_start_is_not_tried_a_hundred_times(tmp_path: Path) -> None:
-    with launched(tmp_path, "raise ValueError(f'no file {os.getpid()}')") as job:
+    with launched(tmp_path, "raise RuntimeError(f'no file {os.getpid()}')") as job:
         assert job.wait() == 5
         assert len(job.marks()) == 3
-        assert "ValueError: no file" in job.outcome()["reason"]
+        assert "RuntimeError: no file" in job.outcome()["reason"]
+
+
+MISTAKE = """
+class Wrong(ValueError): pass
+time.sleep(0.3 * RANK)
+raise Wrong("units=3")
+"""
+
+
+@pytest.mark.parametrize("script", [MISTAKE, "import no_such_module", "def f(:", "open('no such file')"])
+def test_a_mistake_that_every_rank_makes_is_not_tried_again(tmp_path: Path, script: str) -> None:
+    with launched(tmp_path, script, "--nproc-per-node", "2") as job:
+        assert job.wait() == 1
+        assert job.outcome()["restarts"] == 0
+        assert "no run was opened, and starting again cannot change that" in job.outcome()["reason"]
+        assert job.outcome()["worker_exit_codes"] == {"0": 1, "1": 1}
+
+
+@pytest.mark.parametrize(
+    ("script", "why"),
+    [
+        ("if RANK == 0 and ATTEMPT == 0: raise ValueError('x')", "one rank alone: the next attempt may come out otherwise"),
+        ("if ATTEMPT == 0: raise (ValueError if RANK else OSError)('x')", "the world's fault on one rank"),
+        (
+            "open(os.environ['UNBROKEN_LAUNCH_FILE'], 'w').write('{\"directory\": \"/none\"}\\n') if ATTEMPT == 0 else sys.exit(0)\n"
+            "raise ValueError('x')",
+            "a run was opened",
+        ),
+    ],
+)
+def test_what_may_come_out_otherwise_is_tried_again(tmp_path: Path, script: str, why: str) -> None:
+    with launched(tmp_path, script, "--nproc-per-node", "2") as job:
+        assert job.wait() == 0, why
+        assert job.outcome()["restarts"] == 1, why
 
 
 def test_a_torn_error_file_does_not_harm_the_launcher(tmp_path: Path) -> None:

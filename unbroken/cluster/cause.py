@@ -13,6 +13,9 @@ from unbroken.cluster.decide import describe
 MAX_ERROR_CHARS = 300
 """Of an error's first line, which is what reasons quote; the whole text stays in the error file."""
 
+MISTAKES = frozenset({"ValueError", "TypeError", "SyntaxError", "ImportError", "FileNotFoundError"})
+"""Kinds of errors, those derived from them included, that a program meets again when it is started again as it was."""
+
 MAX_ERROR_FILE_BYTES = 1 << 20
 """A worker's error file larger than this is not read."""
 
@@ -36,15 +39,27 @@ def has_error(path: str) -> bool:
     return bool(read_error_file(path)[0])
 
 
+def is_mistake(path: str) -> bool:
+    """True when the error a worker has left there is a mistake in the program or its arguments: the same start meets it again."""
+    message, _ = _message(path)
+    extra = message.get("extraInfo") if isinstance(message, dict) else None
+    kinds = extra.get("kinds") if isinstance(extra, dict) else None
+    return isinstance(kinds, str) and not MISTAKES.isdisjoint(kinds.split())
+
+
 def read_error_file(path: str) -> tuple[str, int]:
     """Message of an error file in TorchElastic's format and when it was written (ns, file time); ("", 0) if none can be read."""
+    message, moment_ns = _message(path)
+    text = message.get("message") if isinstance(message, dict) else message
+    return (text, moment_ns) if isinstance(text, str) else ("", 0)
+
+
+def _message(path: str) -> tuple[Any, int]:
     try:
         found = os.stat(path)
         if not os.path.isfile(path) or found.st_size > MAX_ERROR_FILE_BYTES:
-            return "", 0
+            return None, 0
         with open(path, "rb") as file:
-            message = msgspec.json.decode(file.read(), type=dict[str, Any]).get("message")
+            return msgspec.json.decode(file.read(), type=dict[str, Any]).get("message"), found.st_mtime_ns
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
-        return "", 0
-    text = message.get("message") if isinstance(message, dict) else message
-    return (text, found.st_mtime_ns) if isinstance(text, str) else ("", 0)
+        return None, 0

@@ -20,7 +20,8 @@ class Failure(Struct, frozen=True, kw_only=True):
 
     `rank` is the one whose failure explains the others, `error` that failure in words. `step` is the step the attempt was working on,
     None when it reached none or is not known; `committed` the newest committed step at that moment. `asked_to_end`: a signal had
-    already asked the whole job to end.
+    already asked the whole job to end. `is_mistake`: no run has been opened in this launch, and every rank ended with an exception of
+    a kind that comes again (a wrong argument, a missing module or file).
     """
 
     at_s: float
@@ -30,6 +31,7 @@ class Failure(Struct, frozen=True, kw_only=True):
     step: int | None = None
     committed: int | None = None
     asked_to_end: bool = False
+    is_mistake: bool = False
 
 
 class Options(Struct, frozen=True, kw_only=True):
@@ -43,6 +45,9 @@ class Options(Struct, frozen=True, kw_only=True):
     same_start: int | None = 3
 
 
+DEFAULT_OPTIONS = Options()
+
+
 def decide(now_s: float, history: Sequence[Failure], options: Options) -> tuple[Decision, str]:
     """What to do after the last failure of `history` (oldest first), and why. `now_s` is on the axis of `Failure.at_s`."""
     if not history:
@@ -53,6 +58,8 @@ def decide(now_s: float, history: Sequence[Failure], options: Options) -> tuple[
         return "stop", f"asked to end, and {what}"
     if any(code in FINAL_EXIT_CODES for _, code in last.codes):
         return "stop", f"{what}; starting again cannot change that"
+    if _is_hopeless(last, options):
+        return "stop", f"{what}; no run was opened, and starting again cannot change that"
     alike = _alike(history)
     if last.step is not None and alike >= options.same_step:
         return "stop", f"step {last.step} failed {alike} times with the same error: {what}"
@@ -64,10 +71,10 @@ def decide(now_s: float, history: Sequence[Failure], options: Options) -> tuple[
     return "restart", f"{what}; restart {used} of {options.max_restarts} without a new committed step"
 
 
-def exit_code(history: Sequence[Failure], end_signal: int | None) -> int:
-    """What the launcher returns after it stopped: a worker's final code, else 128 + the signal it was asked to end by, else 5."""
+def exit_code(history: Sequence[Failure], end_signal: int | None, options: Options = DEFAULT_OPTIONS) -> int:
+    """What the launcher returns after it stopped: the code of a worker whose failure was final, 128 + the end signal, or 5."""
     for _, code in history[-1].codes:
-        if code in FINAL_EXIT_CODES:
+        if code in FINAL_EXIT_CODES or (_is_hopeless(history[-1], options) and end_signal is None):
             return code
     return 128 + end_signal if end_signal is not None else 5
 
@@ -92,6 +99,11 @@ def _fingerprint(error: str) -> str:
     """A text without what changes from one life to the next (ports, addresses); exit codes and signal numbers stay."""
     head, _, text = error.partition(":")
     return head + re.sub(r"0x[0-9a-fA-F]+|\d+", "#", text)
+
+
+def _is_hopeless(failure: Failure, options: Options) -> bool:
+    """A budget given by hand is used as it was meant."""
+    return failure.is_mistake and options.same_start is not None
 
 
 def _is_programs_own(failure: Failure) -> bool:

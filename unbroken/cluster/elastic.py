@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -20,7 +20,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import LogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from unbroken.cluster.cause import has_error, root_cause
+from unbroken.cluster.cause import has_error, is_mistake, root_cause
 from unbroken.cluster.decide import Failure, Options, decide, describe
 from unbroken.cluster.signals import SignalInbox
 from unbroken.cluster.witness import Witness
@@ -29,6 +29,9 @@ from unbroken.core.ports import Clock
 
 LOOK_INTERVAL_S = 1.0
 """Between looks at things that announce nothing: the launch file, and on several nodes the rendezvous."""
+
+LAST_WORDS_S = 2.0
+"""Ranks that make the same mistake end some tenths of a second apart."""
 
 REAP_TIMEOUT_S = 30
 """A killed worker that does not die in this time sits in the kernel (dead disk, wedged device); it is given up with a message."""
@@ -93,6 +96,7 @@ class ElasticAgent(LocalElasticAgent):
         while True:
             attempt = self._wait_for_end()
             detected_s = self._around.clock.monotonic()
+            self._hear_all(attempt)
             causes = {rank: code for rank, code in attempt.codes.items() if code != 0}
             self._kill_and_reap()
             if attempt.has_ended and not causes:
@@ -183,6 +187,24 @@ class ElasticAgent(LocalElasticAgent):
             if local not in attempt.codes:
                 os.kill(pid, signal.SIGUSR1 if sig == signal.SIGUSR1 else signal.SIGTERM)
 
+    def _hear_all(self, attempt: Attempt) -> None:
+        """Before any run was opened, after a mistake on one rank: the others get a moment to end with theirs before they are killed."""
+        deadline_s = self._around.clock.monotonic() + LAST_WORDS_S
+        while attempt.has_failed and not attempt.has_ended and self._only_mistakes(attempt.codes):
+            left_s = deadline_s - self._around.clock.monotonic()
+            if left_s <= 0:
+                return
+            wait_any([fd for local, fd in attempt.fds.items() if local not in attempt.codes], left_s)
+            for local, pid in attempt.pids.items():
+                if local not in attempt.codes and (code := peek_exit(pid)) is not None:
+                    attempt.codes[local] = code
+
+    def _only_mistakes(self, codes: Mapping[int, int]) -> bool:
+        """Did all of these fail by an exception that comes again, and has no attempt of this launch opened a run?"""
+        files = self._pcontext.error_files if self._pcontext is not None else {}
+        known = self._around.witness.directory is None and self._around.num_nodes_max == 1
+        return known and all(code > 0 and is_mistake(files.get(local, "")) for local, code in codes.items())
+
     def _remember(self, group: WorkerGroup, attempt: Attempt, causes: dict[int, int], detected_s: float) -> None:
         """Add a failure to the history, with the step it happened at if this attempt opened a generation of its own.
 
@@ -203,6 +225,7 @@ class ElasticAgent(LocalElasticAgent):
             step=progress.applied + 1 if opened and progress.applied is not None else None,
             committed=progress.committed,
             asked_to_end=self.end_signal is not None,
+            is_mistake=len(failed) == len(attempt.pids) and self._only_mistakes(causes | late),
         )
         self.history = [*self.history[1 - MAX_HISTORY :], failure]
 

@@ -149,7 +149,7 @@ def _run(command: Command, launch_file: str, say: Callable[[str], None]) -> Outc
         witness.close()
     failed = result is not None and result.is_failed()
     return Outcome(
-        exit_code=exit_code(agent.history, agent.end_signal) if failed else 0,
+        exit_code=exit_code(agent.history, agent.end_signal, command.options) if failed else 0,
         reason=agent.reason or "another node closed the meeting",
         restarts=agent.num_restarts,
         seconds=round(clock.monotonic() - started_s, 3),

@@ -108,6 +108,7 @@ def _write_error_file(error: BaseException, frames: TracebackType | None) -> Non
     extra = {
         "py_callstack": "".join(traceback.format_exception(type(error), error, frames)),
         "timestamp": str(int(datetime.now(timezone.utc).timestamp())),
+        "kinds": " ".join(kind.__name__ for kind in type(error).__mro__),  # ours: the launcher asks whether it can come out otherwise
     }
     try:
         text = json.dumps({"message": {"message": traceback.format_exception_only(error)[-1].strip(), "extraInfo": extra}})

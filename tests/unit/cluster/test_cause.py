@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from unbroken.cluster.cause import MAX_ERROR_FILE_BYTES, has_error, read_error_file, root_cause
+from unbroken.cluster.cause import MAX_ERROR_FILE_BYTES, has_error, is_mistake, read_error_file, root_cause
 
 
 def error_file(folder: Path, text: str, written_ns: int) -> str:
@@ -64,3 +64,22 @@ def test_B39_a_huge_error_file_is_not_read(tmp_path: Path) -> None:
     path.write_text('{"message": "short"}')
     assert read_error_file(str(path))[0] == "short"
     assert read_error_file(str(tmp_path)) == read_error_file(str(tmp_path / "none")) == ("", 0)
+
+
+@pytest.mark.parametrize(
+    ("extra", "expected"),
+    [
+        ({"kinds": "JSONDecodeError ValueError Exception"}, True),
+        ({"kinds": "MissingExtra ImportError"}, True),
+        ({"kinds": "RuntimeError Exception"}, False),
+        ({"kinds": "ValueErrors"}, False),
+        ({"kinds": 3}, False),
+        ({}, False),
+        (None, False),
+    ],
+)
+def test_a_mistake_is_told_by_the_kinds_of_its_error(tmp_path: Path, extra: object, expected: bool) -> None:
+    path = tmp_path / "error.json"
+    path.write_text(json.dumps({"message": {"message": "ValueError: x", "extraInfo": extra}}))
+    assert is_mistake(str(path)) is expected
+    assert not is_mistake(str(tmp_path / "none"))

@@ -97,6 +97,17 @@ def test_final_codes_stop_at_once_and_are_kept(code: int) -> None:
     assert exit_code(history, 15) == code
 
 
+def test_a_mistake_of_all_ranks_before_a_run_was_opened_stops_at_once_with_its_code() -> None:
+    mistake = Failure(at_s=0.0, codes=((0, 1), (1, 1)), rank=0, error="exit code 1: ValueError: x", is_mistake=True)
+    decision, reason = decide(0.0, [failure(-9), mistake], Options())
+    assert (decision, reason.partition(";")[2]) == ("stop", " no run was opened, and starting again cannot change that")
+    assert exit_code([mistake], None) == 1
+    assert exit_code([mistake], 15) == 143, "asked to end"
+    by_hand = Options(max_restarts=2, same_start=None)
+    assert decisions([mistake] * 5, by_hand) == ["restart", "restart", "stop"]
+    assert exit_code([mistake] * 3, None, by_hand) == 5
+
+
 def test_after_a_wish_to_end_nothing_is_started_again() -> None:
     asked = Failure(at_s=0.0, codes=((1, -15),), rank=1, error="SIGTERM", asked_to_end=True)
     assert decide(0.0, [asked], Options()) == ("stop", "asked to end, and rank 1 ended with SIGTERM")
