@@ -1,7 +1,8 @@
 """Entry point of the node daemon: `python -m unbroken.agent DIR`. One per run folder and host; it outlives the trainers.
 
 It owns the memory slots, decides where a start continues from, makes snapshots durable, and is the only writer of the run folder. It is
-soft state: whatever it knows is rebuilt from the store and from who connects. One thread serves the socket and never waits; one drains.
+soft state: whatever it knows is rebuilt from the store and from who connects. One thread serves the socket: it waits for no client, only
+for short work on the disk (a start's log entry, the file that a collection is just removing). Another one drains.
 """
 
 from __future__ import annotations

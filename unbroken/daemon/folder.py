@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from unbroken.core.errors import Refused, SaveFailed, StoreError, UnbrokenError
+from unbroken.core.errors import Refused, SaveFailed, StoreError, Transient, UnbrokenError
 from unbroken.core.limits import KEEP_NEWEST
 from unbroken.core.messages import Bad, Begin, Opened, Plan
 from unbroken.core.os import boot_id, hostname
@@ -76,6 +76,20 @@ class Chronicle:
             raise SaveFailed("the run folder has been removed") from None
 
 
+class _GivingWay(DiskTier):
+    """The folder, where removing gives way to a start: a collection may have thousands of files to remove, and a start waits for it.
+
+    What is not removed stays doomed, and a later collection removes it.
+    """
+
+    is_starting = False
+
+    def delete(self, path: str) -> None:
+        if self.is_starting:
+            raise Transient(f"{path}: removed later, a start is in progress")
+        super().delete(path)
+
+
 @dataclass
 class _Start:
     request: Begin
@@ -93,7 +107,7 @@ class RunFolder:
         self.clock = clock
         self.writer = Writer(host=hostname(), pid=os.getpid(), boot_id=boot_id(), since=clock.utc())
         self._nonces = nonces
-        self._tier = DiskTier(directory)
+        self._tier = _GivingWay(directory)
         self._lease: WriterLease | None = None
         self._repository: Repository | None = None
         self._facts_raw = b""
@@ -103,7 +117,6 @@ class RunFolder:
         self._news: list[str] = []
         self._keep: int | None = None
         self._turn = threading.Lock()
-        self._is_starting = False
 
     @property
     def repository(self) -> Repository:
@@ -123,13 +136,15 @@ class RunFolder:
     def begin(self, request: Begin, memory: Sequence[MemoryCut], *, witnessed: bool, last_applied: int | None) -> Plan:
         """Choose where to start. Takes the lease; raises what the store raises, NoCheckpoint or Refused.
 
-        `last_applied` is the newest step of the generation that ended, None if this daemon did not see it.
+        `last_applied` is the newest step of the generation that ended, None if this daemon did not see it. A collection in progress is
+        waited for: it ends after the file it is just removing.
         """
         self._keep = request.options.get("keep")
         if request.world_size < 1:
             raise ValueError(f"world_size {request.world_size}: must be at least 1")
-        with self._turn:  # from here on nothing is removed until `opened`: it may be what this start loads (I2)
-            self._is_starting = True
+        self._tier.is_starting = True  # from here on nothing is removed until `opened`: it may be what this start loads (I2)
+        with self._turn:
+            pass
         self._start, self._notes, self._news = None, self._news, []
         exists = self._open()
         choice, reason = self._choose(request, memory, witnessed, {})
@@ -180,7 +195,7 @@ class RunFolder:
         )
         if entry.number != plan.generation:
             raise Refused(f"generation {plan.generation} was planned but {entry.number} opened: somebody else wrote to {self.directory}")
-        self._start, self._is_starting = None, False
+        self._start, self._tier.is_starting = None, False
         self._chronicle = chronicle = Chronicle(self._tier, self._repository.lineage, entry)
         begin = BeginRecord(
             generation=entry.number,
@@ -199,7 +214,7 @@ class RunFolder:
         keep = self._keep if self._keep is not None else repository.facts.options.get("keep")
         keep_newest = keep if isinstance(keep, int) and keep >= 1 else KEEP_NEWEST
         with self._turn:
-            if not self._is_starting:
+            if not self._tier.is_starting:
                 repository.collect(keep_newest, writer=self.writer, clock=self.clock)
 
     def close(self) -> None:

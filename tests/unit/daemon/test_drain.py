@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,7 +29,7 @@ def folder(tmp_path: Path) -> Iterator[RunFolder]:
     made = RunFolder(str(tmp_path / "run"), SystemClock(), SystemNonces())
     yield made
     made.close()
-    for name in ("drain.written", "drain.before_commit"):
+    for name in ("drain.written", "drain.before_commit", "store.delete"):
         arm(name, None)
 
 
@@ -137,6 +139,34 @@ def test_I2_nothing_is_removed_while_a_start_is_in_progress(folder: RunFolder) -
     assert steps(folder) == [1, 2]
     folder.opened(Opened(generation=plan.generation, step=plan.step, loaded_root=plan.state_root))
     assert steps(folder) == [1]
+
+
+def test_I11_a_start_does_not_wait_for_a_long_collection(folder: RunFolder) -> None:
+    chronicle = open_run(folder, keep=100)
+    for step in range(8):
+        drain(cargo_of(folder, chronicle, step, {"/w": b"%d" % step}, {"/w": b"%d" % step}), folder)
+    removing = threading.Event()
+
+    def slow() -> None:
+        removing.set()
+        time.sleep(0.2)
+
+    folder._keep = 1
+    arm("store.delete", slow)
+    collecting = threading.Thread(target=folder.collect, args=(folder.repository,))
+    collecting.start()
+    assert removing.wait(10.0)
+    began = time.monotonic()
+    plan = folder.begin(Begin(world_size=2, resume="auto", options={"keep": 1}), [], witnessed=False, last_applied=7)
+    assert time.monotonic() - began < 1.0, "7 manifests and 7 packs take 2.8 s"
+    collecting.join()
+    left = len(folder.repository.tier.list("packs"))
+    assert left > 1
+    arm("store.delete", None)
+    folder.opened(Opened(generation=plan.generation, step=plan.step, loaded_root=plan.state_root))
+    folder.collect(folder.repository)
+    assert len(folder.repository.tier.list("packs")) == 1, "what was put off is made up for"
+    assert folder.repository.verify().ok
 
 
 def test_an_error_of_any_length_fits_into_a_message() -> None:
