@@ -134,3 +134,4 @@ def test_I9_a_killed_daemon_is_replaced_and_nothing_is_lost(tmp_path: Path, when
     assert any(r.get("name") == "continued" for r in records)
     certificate = unbroken.open(str(directory)).certify(against=str(tmp_path / "reference"))
     assert certificate.grade == "exact", certificate
+    assert certificate.steps_lost_total == 0, "nothing was computed twice"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any, Literal
 
 from msgspec import Struct
@@ -87,7 +88,7 @@ def certify(tier: Tier, lineage: str = "main", *, against: Tier | None = None) -
         steps=len(history.losses()),
         generations=len(history.attempts),
         world_sizes=[attempt.generation.world_size for attempt in history.attempts],
-        steps_lost_total=sum(sum(1 for _ in attempt.superseded()) for attempt in history.attempts[:-1]),
+        steps_lost_total=_steps_lost(history),
         losses_equal=losses_equal,
         state_root_equal=root_equal,
         samples_exactly_once=history.samples_as_ordered,
@@ -161,6 +162,15 @@ def _losses_equal(mine: array[int], theirs: array[int], problems: list[str]) -> 
     different = [i for i, bits in enumerate(mine) if bits != theirs[i]]
     problems.append(f"step {different[0] + 1}: the loss's bits differ from the reference's ({len(different)} such steps)")
     return False
+
+
+def _steps_lost(history: History) -> int:
+    """Steps that were computed again: superseded ones, without those that the next generation took over from the trainers' memory."""
+    lost = 0
+    for attempt, following in pairwise(history.attempts):
+        taken_over = range(following.base + 1, following.base + 1 + following.num_continued)
+        lost += sum(step not in taken_over for step, _ in attempt.superseded())
+    return lost
 
 
 def _superseded_equal(history: History) -> bool | None:

@@ -28,7 +28,8 @@ MAX_PROBLEMS = 100
 class Attempt:
     """One generation: what it started from, its steps in order, and how far they survive.
 
-    `losses[i]` holds the bits of the loss of step `generation.base_step + 1 + i`.
+    `losses[i]` holds the bits of the loss of step `generation.base_step + 1 + i`. The first `num_continued` of its steps were not computed
+    in it: the daemon had died, and they were journalled again.
     """
 
     generation: Generation
@@ -36,6 +37,7 @@ class Attempt:
     begin: BeginRecord | None = None
     losses: array[int] = field(default_factory=lambda: array("Q"))
     roots: dict[int, str] = field(default_factory=dict)
+    num_continued: int = 0
 
     @property
     def base(self) -> int:
@@ -132,6 +134,8 @@ class _Reader:
             self._take_root(number, record)
         elif isinstance(record, BeginRecord):
             self._take_begin(number, record)
+        elif record.name == "continued" and isinstance(steps := record.facts.get("steps"), int):
+            self._attempt.num_continued = steps
         for commit in self._heads.pop(number, ()):
             if commit.journal_head != line.chain:
                 self._problem(f"{self._path} line {number}: not the head that the commit of step {commit.step} names")

@@ -13,6 +13,7 @@ from tests.rigs.synthetic_run import WRITER, SyntheticRun, interrupted, uninterr
 from unbroken.core.errors import ForeignFolder, NoCheckpoint
 from unbroken.core.ports import Tier
 from unbroken.proof.certify import Certificate, certify
+from unbroken.core.records import EventRecord
 from unbroken.store.tiers.disk import DiskTier
 from unbroken.store.tiers.memory import MemoryTier
 
@@ -126,6 +127,37 @@ def test_I6_a_second_fall_back_beyond_the_first_supersedes_both() -> None:
     assert certificate.problems == []
     assert certificate.steps_lost_total == 3 + 2 + 2
     assert certificate.grade == "exact"
+
+
+def test_I9_steps_that_another_daemon_only_journalled_again_were_not_lost() -> None:
+    """The daemon dies twice without a checkpoint in between, then a trainer."""
+    run = uninterrupted(MemoryTier(), 6)
+    run.train(2)
+    run.journal.sync()
+    for continued in (2, 3):
+        run.begin(6)
+        run.journal.add(EventRecord(name="continued", step=6, facts={"steps": continued}))
+        run.train(continued + 1)
+        run.journal.sync()
+    assert run.step == 10
+    run.begin(6)
+    run.train(6)
+    run.save()
+    certificate = certify(run.repository.tier, against=uninterrupted(MemoryTier()).repository.tier)
+    assert (certificate.problems, certificate.grade) == ([], "exact")
+    assert certificate.steps_lost_total == 4, "7, 8, 9 and 10 were computed twice, although 7 and 8 stand in four journals"
+
+
+@pytest.mark.parametrize("steps", ["2", None, -1, 1 << 62])
+def test_B39_a_continuation_that_says_nonsense_harms_nothing(steps: object) -> None:
+    run = uninterrupted(MemoryTier(), 6)
+    run.train(2)
+    run.journal.sync()
+    run.begin(6)
+    run.journal.add(EventRecord(name="continued", step=6, facts={"steps": steps}))
+    run.train(6)
+    run.save()
+    assert certify(run.repository.tier).steps_lost_total in (0, 2)
 
 
 def test_a_commit_that_names_another_head_is_named() -> None:
