@@ -14,7 +14,7 @@ import socket
 import sys
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 from msgspec import Struct
@@ -32,6 +32,7 @@ from unbroken.daemon.verdict import Decision, Refusals
 from unbroken.shm.channel import address, listen
 from unbroken.shm.place import PlaceLock
 from unbroken.shm.server import Client, Server
+from unbroken.shm.slots import Slot
 
 MAX_NOTES = 256
 """Events kept for the next generation's journal; the oldest go first."""
@@ -63,6 +64,7 @@ class Daemon:
         self._notes: deque[m.Note] = deque(maxlen=MAX_NOTES)
         self._failures: deque[str] = deque(maxlen=MAX_FAILURES)
         self._outcomes: deque[Outcome] = deque()
+        self._growing: deque[tuple[Client, m.NeedSlots, Generator[None, None, list[Slot]]]] = deque()
         self._lonely_since: float | None = clock.monotonic()
         self._ending_since: float | None = None
         self._answers: dict[type[Struct], Callable[[Client, Any], None]] = {
@@ -88,6 +90,7 @@ class Daemon:
         while not self._is_over():
             self._server.turn(self._patience_s())
             self._keep_place()
+            self._grow()
             while self._outcomes:
                 self._board.drained(self._outcomes.popleft())
             self._pass_verdict(self._refusals.expire(self._clock.monotonic()))
@@ -124,6 +127,8 @@ class Daemon:
             self._is_lost = True
 
     def _patience_s(self) -> float:
+        if self._growing:
+            return 0.0
         hurry = self._ending_since is not None or self._lonely_since is not None or self._refusals.deadline_s is not None
         return SHORT_TICK_S if hurry else TICK_S
 
@@ -175,11 +180,13 @@ class Daemon:
         except ConnectionError:
             raise
         except Exception as error:  # noqa: BLE001  the client is told and may end; the daemon must outlive any request (I9)
-            if not isinstance(error, (UnbrokenError, ValueError, TypeError, OSError)):
-                traceback.print_exc()
-            say(f"{type(message).__name__} of process {client.pid} refused: {type(error).__name__}: {error}")
-            text = str(error)[:MAX_TEXT_CHARS]
-            client.send(m.Error(kind=type(error).__name__, text=text, code=getattr(error, "exit_code", 1)))
+            client.send(self._refusal(client, message, error))
+
+    def _refusal(self, client: Client, message: m.Message, error: Exception) -> m.Error:
+        if not isinstance(error, (UnbrokenError, ValueError, TypeError, OSError)):
+            traceback.print_exc()
+        say(f"{type(message).__name__} of process {client.pid} refused: {type(error).__name__}: {error}")
+        return m.Error(kind=type(error).__name__, text=str(error)[:MAX_TEXT_CHARS], code=getattr(error, "exit_code", 1))
 
     def _gone(self, client: Client) -> None:
         if client.rank >= 0:
@@ -252,10 +259,30 @@ class Daemon:
 
     def _need_slots(self, client: Client, message: m.NeedSlots) -> None:
         self._only_workers(client)
-        slots = self._board.table.need(client.rank, message.size_bytes, message.num)
+        self._growing.append((client, message, self._board.table.grow(client.rank, message.size_bytes, message.num)))
+
+    def _grow(self) -> None:
+        """Make one piece of the memory that somebody waits for: tens of GB take seconds, in which others want to be answered."""
+        if not self._growing:
+            return
+        client, message, growing = self._growing[0]
+        if self._server.worker(client.rank) is not client:  # it is gone
+            growing.close()
+            self._growing.popleft()
+            return
+        try:
+            next(growing)
+            return
+        except StopIteration as done:
+            slots: list[Slot] = done.value
+        except Exception as error:  # noqa: BLE001  as in `_answer`
+            self._growing.popleft()
+            self._server.send(client, self._refusal(client, message, error))
+            return
+        self._growing.popleft()
         self._board.settle()
         say(f"rank {client.rank} has {len(slots)} slots; all slots take {self._board.table.total_bytes} bytes of memory")
-        client.send(m.Slots(sizes=tuple(slot.size_bytes for slot in slots)), [slot.fd for slot in slots])
+        self._server.send(client, m.Slots(sizes=tuple(slot.size_bytes for slot in slots)), [slot.fd for slot in slots])
 
     def _old_slots(self, client: Client, message: m.OldSlots) -> None:
         self._only_workers(client)

@@ -151,6 +151,48 @@ def test_memory_that_cannot_be_had_is_an_error_with_a_remedy(directory: str) -> 
     job.save()
 
 
+SLOW_MEMORY = """
+import unbroken.recover.memory as memory
+real, memory.PIECE_BYTES = memory.fill_memory, 1 << 20
+def slow(*place):
+    time.sleep(0.1)
+    real(*place)
+memory.fill_memory = slow
+"""
+
+
+def test_others_are_answered_while_large_slots_are_made(directory: str) -> None:
+    """20 pieces of 0.1 s each."""
+    with prepared_daemon(directory, SLOW_MEMORY):
+        job = FakeJob(directory, 2)
+        job.start()
+        began = time.monotonic()
+        job.ranks[1].send(m.NeedSlots(size_bytes=10 << 20, num=2))
+        slowest = 0.0
+        for _ in range(5):
+            asked = time.monotonic()
+            assert status(directory).facts["members"] == [0, 1]
+            slowest = max(slowest, time.monotonic() - asked)
+        answer, fds = job.ranks[1].expect_with_fds(m.Slots)
+        assert time.monotonic() - began > 1.9, "it did take its time"
+        assert slowest < 1.0
+        assert (answer.sizes, len(fds)) == ((10 << 20, 10 << 20), 2)
+        for fd in fds:
+            os.close(fd)
+
+
+def test_memory_that_is_being_made_for_a_worker_that_is_gone_is_given_back(directory: str) -> None:
+    with prepared_daemon(directory, SLOW_MEMORY) as pid:
+        job = FakeJob(directory, 2)
+        job.start()
+        before = len(memory_files(pid))
+        job.ranks[1].send(m.NeedSlots(size_bytes=100 << 20, num=2))
+        until(lambda: len(memory_files(pid)) > before, "it is being made")
+        job.ranks[1].vanish()
+        until(lambda: len(memory_files(pid)) <= before, "it is given back", 2.0)
+        job.ranks[0].need_slots()
+
+
 # -- crash of the daemon --------------------------------------------------------------------------------------------------------------
 
 

@@ -117,18 +117,27 @@ def start_module(module: str, args: Sequence[str], env: Mapping[str, str], log: 
     return int(done.stdout)
 
 
-def memory_file(name: str, size_bytes: int) -> int:
-    """Descriptor of an anonymous memory file of this size, its pages already there (a copy into fresh pages is 5-10x slower)."""
+def memory_file(name: str, size_bytes: int, *, fill: bool = True) -> int:
+    """Descriptor of an anonymous memory file of this size, its pages already there (a copy into fresh pages is 5-10x slower).
+
+    Without `fill` they are not: `fill_memory` brings them in, as many at a time as the caller likes.
+    """
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, size_bytes)
-        os.posix_fallocate(fd, 0, size_bytes)
+        if fill:
+            fill_memory(fd, 0, size_bytes)
         # Its size is fixed from here on: a process that cut it short would kill every other one that has it mapped.
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     except OSError:
         os.close(fd)
         raise
     return fd
+
+
+def fill_memory(fd: int, offset: int, size_bytes: int) -> None:
+    """Bring in some pages of a memory file, about 0.2 s per GB; OSError if there is no memory for them."""
+    os.posix_fallocate(fd, offset, size_bytes)
 
 
 def available_memory_bytes() -> int:

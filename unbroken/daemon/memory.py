@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Generator, Sequence
 from dataclasses import dataclass
 
 from unbroken.core.errors import UnbrokenError
 from unbroken.core.messages import SlotSource
-from unbroken.core.os import available_memory_bytes, memory_file
+from unbroken.core.os import available_memory_bytes, memory_file, fill_memory
 from unbroken.daemon.plan import MemoryCut
 from unbroken.shm.slots import HEADER_BYTES, Slot
 
 MAX_SLOTS_PER_RANK = 16
 """A rank that asks for more is confused."""
+
+PIECE_BYTES = 64 << 20
+"""Memory that is made at a time, 10-50 ms: the daemon answers others in between."""
 
 RESERVE_BYTES = 64 << 20
 """Left to everybody else when slots are made."""
@@ -39,15 +42,29 @@ class SlotTable:
         return sum(entry.slot.size_bytes for entry in self._entries.values())
 
     def need(self, rank: int, size_bytes: int, num: int) -> list[Slot]:
+        """`grow` in one go."""
+        growing = self.grow(rank, size_bytes, num)
+        while True:
+            try:
+                next(growing)
+            except StopIteration as done:
+                found: list[Slot] = done.value
+                return found
+
+    def grow(self, rank: int, size_bytes: int, num: int) -> Generator[None, None, list[Slot]]:
         """Slots for a rank: those it had, as far as they are large enough, else new ones. UnbrokenError if memory does not suffice.
 
-        Slots it had and does not get again stay until `sweep` finds that no cut needs them. New pages cost ~0.2 s per GB.
+        Slots it had and does not get again stay until `sweep` finds that no cut needs them. New pages cost ~0.2 s per GB; it yields after
+        every piece of them, and closing it before its end gives them back. Only one may be in progress: the memory has to be counted.
         """
         if not (0 < num <= MAX_SLOTS_PER_RANK and size_bytes >= HEADER_BYTES):
             raise ValueError(f"{num} slots of {size_bytes} bytes: ask for 1 to {MAX_SLOTS_PER_RANK} of at least {HEADER_BYTES}")
         had = sorted(self._given.get(rank, []), key=lambda number: not self._entries[number].slot.is_ready)
         kept = [number for number in had if self._entries[number].slot.size_bytes >= size_bytes][:num]
-        self._given[rank] = kept + self._allocate(rank, size_bytes, num - len(kept))
+        made = yield from self._allocate(rank, size_bytes, num - len(kept))
+        first, self._next = self._next, self._next + len(made)
+        self._entries |= {first + i: _Entry(rank, slot) for i, slot in enumerate(made)}
+        self._given[rank] = [number for number in kept if number in self._entries] + list(range(first, self._next))
         return [self._entries[number].slot for number in self._given[rank]]
 
     def find(self, sources: Sequence[SlotSource]) -> list[Slot]:
@@ -128,7 +145,7 @@ class SlotTable:
         self._entries.clear()
         self._given.clear()
 
-    def _allocate(self, rank: int, size_bytes: int, num: int) -> list[int]:
+    def _allocate(self, rank: int, size_bytes: int, num: int) -> Generator[None, None, list[Slot]]:
         need_bytes, have_bytes = num * size_bytes, available_memory_bytes()
         shortage = (
             f"rank {rank} needs {num} memory slots of {size_bytes} bytes, {need_bytes} in all, and {have_bytes} bytes are available: "
@@ -136,15 +153,17 @@ class SlotTable:
         )
         if need_bytes > 0 and need_bytes + RESERVE_BYTES > have_bytes:
             raise UnbrokenError(shortage)
-        made: list[int] = []
+        made: list[Slot] = []
         try:
             for _ in range(num):
-                slot = Slot(memory_file(f"unbroken-{rank}", size_bytes), size_bytes)
-                self._entries[self._next] = _Entry(rank, slot)
-                made.append(self._next)
-                self._next += 1
-        except OSError as error:
-            for number in made:
-                self._entries.pop(number).slot.close()
-            raise UnbrokenError(f"{shortage} ({error})") from error
+                made.append(Slot(memory_file(f"unbroken-{rank}", size_bytes, fill=False), size_bytes))
+                for offset in range(0, size_bytes, PIECE_BYTES):
+                    fill_memory(made[-1].fd, offset, min(PIECE_BYTES, size_bytes - offset))
+                    yield
+        except BaseException as error:  # raised again; GeneratorExit is how a caller gives up
+            for slot in made:
+                slot.close()
+            if isinstance(error, OSError):
+                raise UnbrokenError(f"{shortage} ({error})") from error
+            raise
         return made

@@ -117,10 +117,10 @@ class Server:
         """The connection of a rank."""
         return next((client for client in self._clients.values() if client.rank == rank), None)
 
-    def send(self, client: Client, message: Message) -> None:
+    def send(self, client: Client, message: Message, fds: Sequence[int] = ()) -> None:
         """Send to a client that may be gone by now."""
         try:
-            client.send(message)
+            client.send(message, fds)
         except OSError:
             self.drop(client)
         self._adjust(client)
