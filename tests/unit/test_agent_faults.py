@@ -152,7 +152,7 @@ def test_memory_that_cannot_be_had_is_an_error_with_a_remedy(directory: str) -> 
 
 
 SLOW_MEMORY = """
-import unbroken.recover.memory as memory
+import unbroken.daemon.memory as memory
 real, memory.PIECE_BYTES = memory.fill_memory, 1 << 20
 def slow(*place):
     time.sleep(0.1)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from unbroken.core.errors import UnbrokenError
 from unbroken.core.messages import SlotSource
-from unbroken.core.os import available_memory_bytes, memory_file, fill_memory
+from unbroken.core.os import available_memory_bytes, fill_memory, memory_file
 from unbroken.daemon.plan import MemoryCut
 from unbroken.shm.slots import HEADER_BYTES, Slot
 

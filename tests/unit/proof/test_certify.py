@@ -12,8 +12,8 @@ from tests.rigs.store_run import as_of_an_older_writer
 from tests.rigs.synthetic_run import WRITER, SyntheticRun, interrupted, uninterrupted
 from unbroken.core.errors import ForeignFolder, NoCheckpoint
 from unbroken.core.ports import Tier
-from unbroken.proof.certify import Certificate, certify
 from unbroken.core.records import EventRecord
+from unbroken.proof.certify import Certificate, certify
 from unbroken.store.tiers.disk import DiskTier
 from unbroken.store.tiers.memory import MemoryTier
 
