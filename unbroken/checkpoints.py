@@ -457,6 +457,9 @@ class Archive:
     def certify(self, against: str | os.PathLike[str] | None = None) -> Certificate:
         """Prove from stored bytes that the run was unbroken; with `against`, that it has the bits of that reference run."""
         other = None if against is None else DiskTier(local_path(against))
+        if other is not None:
+            with naming(other.root):
+                Repository.open(other)  # what is wrong with the reference's folder is said with its name
         with naming(self._root):
             return certify(self._repository.tier, self._repository.lineage, against=other)
 

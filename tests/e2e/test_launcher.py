@@ -301,9 +301,27 @@ if len({tuple(m["store"]) for m in marks("met")}) == 1:
         assert len({tuple(mark["store"]) for mark in a.marks("met")}) == 2
 
 
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+def test_B34_a_launcher_that_waits_for_other_nodes_ends_when_it_is_told_to(tmp_path: Path, sent: signal.Signals) -> None:
+    (tmp_path / "toy.py").touch()
+    command = [sys.executable, "-m", "unbroken", "run", "--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    waiting = subprocess.Popen([*command, str(tmp_path / "toy.py")], stderr=subprocess.PIPE, text=True)
+    try:
+        assert waiting.stderr is not None
+        assert any("waiting for other nodes" in line for line in iter(waiting.stderr.readline, ""))
+        waiting.send_signal(sent)
+        _, err = waiting.communicate(timeout=30)
+        assert waiting.returncode == 128 + sent
+        assert f"{sent.name} came while waiting for other nodes" in err
+    finally:
+        waiting.kill()
+        waiting.wait()
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
+        (["--nproc-per-node", "0", "toy.py"], "at least 1 process"),
         (["no-such-script.py"], "no such script: no-such-script.py"),
         (["--nproc-per-node", "many", "toy.py"], "Unsupported nproc_per_node value: many"),
         (["--max-restarts", "-1", "toy.py"], "max_restarts must be >= 0"),

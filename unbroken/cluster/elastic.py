@@ -235,6 +235,13 @@ class ElasticAgent(LocalElasticAgent):
         self._attempt = Attempt(pids=pids, fds={local: pidfd(pid) for local, pid in pids.items()})
         return pids
 
+    def _meet(self, worker_group: WorkerGroup) -> None:
+        """A signal ends the waiting for other nodes: no worker lives that could be asked to finish."""
+        with self._around.inbox.interrupting():
+            if self._around.num_nodes_max > 1:
+                self._around.say(f"waiting for other nodes, at most {self._around.num_nodes_max} in all")
+            super()._rendezvous(worker_group)
+
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         """Meet the other nodes (a node alone does so once: TorchElastic takes up to 0.3 s), then give the attempt a store of its own.
 
@@ -243,7 +250,7 @@ class ElasticAgent(LocalElasticAgent):
         group: Any = worker_group
         alone = self._around.num_nodes_max == 1
         if group.store is None or not alone:
-            super()._rendezvous(worker_group)
+            self._meet(worker_group)
         if not group.spec.rdzv_handler.use_agent_store:
             return
         if alone:

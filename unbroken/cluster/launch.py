@@ -19,7 +19,7 @@ from torch.distributed.run import config_from_args, determine_local_world_size, 
 
 from unbroken.cluster.decide import Failure, Options, exit_code
 from unbroken.cluster.elastic import ElasticAgent, Surroundings
-from unbroken.cluster.signals import ALWAYS, SignalInbox, named
+from unbroken.cluster.signals import ALWAYS, Interrupted, SignalInbox, named
 from unbroken.cluster.witness import Witness
 from unbroken.core.ports import SystemClock, environment
 
@@ -88,7 +88,10 @@ def parse(argv: Sequence[str], scratch: str) -> Command:
         if parse_min_max_nnodes(args.nnodes)[1] == 1 and not args.rdzv_endpoint and args.master_port is None:
             args.rdzv_backend, args.rdzv_endpoint, args.rdzv_id = "c10d", "localhost:0", str(uuid.uuid4())
         args.master_port = args.master_port or 29500
-        if determine_local_world_size(args.nproc_per_node) > 1:
+        local_world_size = determine_local_world_size(args.nproc_per_node)
+        if local_world_size < 1:
+            made.error(f"--nproc-per-node: at least 1 process, not {local_world_size}")
+        if local_world_size > 1:
             os.environ.setdefault("OMP_NUM_THREADS", "1")
         named(end_signals)
         config, _, _ = config_from_args(args)
@@ -141,12 +144,18 @@ def _run(command: Command, launch_file: str, say: Callable[[str], None]) -> Outc
     spec = _worker_spec(config, command.program)
     assert config.logs_specs is not None, "torchrun's config always has them"
     agent = ElasticAgent(spec, config.logs_specs, around, config.log_line_prefix_template)
+    result: RunResult | None = None
+    interrupted: Interrupted | None = None
     try:
-        result: RunResult | None = agent.run()
+        result = agent.run()
+    except Interrupted as error:
+        interrupted = error
     finally:
         spec.rdzv_handler.shutdown()
         directory = witness.directory
         witness.close()
+    if interrupted is not None:
+        return _without_workers(interrupted, round(clock.monotonic() - started_s, 3))
     failed = result is not None and result.is_failed()
     return Outcome(
         exit_code=exit_code(agent.history, agent.end_signal, command.options) if failed else 0,
@@ -157,6 +166,20 @@ def _run(command: Command, launch_file: str, say: Callable[[str], None]) -> Outc
         failures=tuple(agent.history),
         log_dir=None,
         directory=directory,
+    )
+
+
+def _without_workers(interrupted: Interrupted, seconds: float) -> Outcome:
+    """Told to end before the nodes had met."""
+    return Outcome(
+        exit_code=128 + interrupted.signal,
+        reason=f"{interrupted.signal.name} came while waiting for other nodes",
+        restarts=0,
+        seconds=seconds,
+        worker_exit_codes={},
+        failures=(),
+        log_dir=None,
+        directory=None,
     )
 
 

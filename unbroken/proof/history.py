@@ -123,6 +123,8 @@ class _Reader:
                 self._take(number, line)
         except Damaged as damaged:
             self._problem(f"{damaged.path}: {damaged.reason}")
+            if self._history.samples_as_ordered:
+                self._history.samples_as_ordered = None  # what cannot be read has not been checked
             return
         self._check_end(number)
 
