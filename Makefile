@@ -10,7 +10,7 @@ DEMO_ARGS ?=
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: setup demo test check bench docs campaign-exact help
+.PHONY: setup demo test check bench docs campaign-exact campaigns bench-overhead help
 
 setup: $(STAMP) ## Make .venv and install everything that is needed, pinned.
 
@@ -40,6 +40,12 @@ docs: $(STAMP) ## Check that the documents fit the code.
 
 campaign-exact: $(STAMP) ## The long form of the exactness tests.
 	UNBROKEN_CAMPAIGN=1 $(BIN)/python -m pytest $(PYTEST_ARGS) --timeout 600 tests/e2e/test_exact.py
+
+campaigns: campaign-exact ## Every campaign: 15 demos, 60 kills of the example, a million-step journal; about an hour.
+	$(BIN)/python -m pytest $(PYTEST_ARGS) --timeout 3600 -m slow
+
+bench-overhead: $(STAMP) ## What keeping a run costs, against plain training and torch's own checkpoints; leave the machine alone meanwhile.
+	$(BIN)/python -W ignore -m bench.overhead --others > bench/results/overhead.json
 
 help: ## This list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)

@@ -250,12 +250,12 @@ class Daemon:
 
     def _opened(self, client: Client, message: m.Opened) -> None:
         self._only_rank_0(client)
-        chronicle = self._folder.opened(message)
-        chronicle.add([_event(note, message.step) for note in self._notes])
+        journal = self._folder.opened(message)
+        journal.add([_event(note, message.step) for note in self._notes])
         self._notes.clear()
         self._refusals.opened()
-        self._board.open(chronicle)
-        client.send(m.Opened(**{**_fields(message), "entry": chronicle.generation}))
+        self._board.open(journal)
+        client.send(m.Opened(**{**_fields(message), "entry": journal.generation}))
 
     def _need_slots(self, client: Client, message: m.NeedSlots) -> None:
         self._only_workers(client)

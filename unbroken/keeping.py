@@ -11,7 +11,7 @@ from unbroken.core.limits import DRAIN_TIMEOUT_S, MAX_ATTEMPTS, SLOT_WAIT_S
 from unbroken.core.messages import Plan, Refuse, Status, StatusReply
 from unbroken.core.ports import Clock, position
 from unbroken.opening import Opening
-from unbroken.recover.diary import Diary
+from unbroken.recover.journal_client import JournalClient
 from unbroken.recover.snapshots import Snapshots, expected_bytes
 from unbroken.recover.start import Counters
 from unbroken.step.reduce import Flags
@@ -58,7 +58,7 @@ class Keeping:
         self._counters = counters
         self._rank, world_size = opening.exchange.rank, opening.exchange.world_size
         self._pace = Pace(opening.config.interval, clock, counters.step)
-        self._diary = Diary(opening.link, plan, self._rank, world_size)
+        self._journal = JournalClient(opening.link, plan, self._rank, world_size)
         self._snapshots = Snapshots(opening.link, clock, self._rank, world_size, plan.generation)
         self._wanted: tuple[bool, bool] | None = None
         self._saved_step = -1 if plan.source == "fresh" else plan.step
@@ -72,7 +72,7 @@ class Keeping:
     def start(self) -> int:
         """Have memory for the snapshots to come, and journal how the start went; bytes of one slot."""
         self._snapshots.reserve(expected_bytes(self._opening.stack, self._pieces()))
-        self._diary.start(self._opening.latest_moments())
+        self._journal.start(self._opening.latest_moments())
         return self._snapshots.slot_bytes
 
     def phase(self) -> str:
@@ -86,7 +86,7 @@ class Keeping:
 
     def stepped(self, attempt: int, applied: Applied, now_s: float) -> None:
         """A step has been applied by all."""
-        self._diary.step(self._counters.step, attempt, applied, now_s)
+        self._journal.step(self._counters.step, attempt, applied, now_s)
         self._pace.step_done()
 
     def retry(self, step: int, attempt: int, why: Exception) -> int:
@@ -128,7 +128,7 @@ class Keeping:
 
     def stopped(self, signal_name: str) -> None:
         """Note who asked the run to stop."""
-        self._diary.event("stopped", self._counters.step, signal=signal_name)
+        self._journal.event("stopped", self._counters.step, signal=signal_name)
 
     def close(self, timeout_s: float = DRAIN_TIMEOUT_S, *, whole: bool = True) -> None:
         """Save what is not saved yet, if the state is `whole`; wait until it is durable, say what was not."""
@@ -149,15 +149,15 @@ class Keeping:
             if explicit:
                 raise
             warnings.warn(f"no snapshot at step {self._counters.step}, training goes on: {error}", SaveWarning, stacklevel=4)
-            self._diary.event("save_failed", self._counters.step, reason=str(error))
+            self._journal.event("save_failed", self._counters.step, reason=str(error))
             return False
         taken = self._snapshots.take(pieces, self._counters.step, milestone=milestone, wait_s=wait_s)
         if taken is None:
-            self._diary.event("snapshot_skipped", self._counters.step)
+            self._journal.event("snapshot_skipped", self._counters.step)
             return False
         self._saved_step, self._unconfirmed = taken.step, (taken.step, milestone)
         self._pace.saved()
-        self._diary.captured(taken)
+        self._journal.captured(taken)
         return True
 
     def _reattach(self) -> None:
@@ -167,7 +167,7 @@ class Keeping:
         except (UnbrokenError, OSError) as error:
             warnings.warn(f"no daemon could be started, nothing is saved for now: {error}", SaveWarning, stacklevel=4)
             return
-        self._diary = self._diary.continued(self._opening.link, self._plan)
+        self._journal = self._journal.continued(self._opening.link, self._plan)
         self._snapshots.move(self._opening.link, self._plan.generation)
         position[1] = self._plan.generation
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,8 @@ def run_demo(folder: Path, seed: int, ranks: int) -> dict[str, Any]:
 
 @pytest.mark.timeout(900)
 def test_I13_the_demo_is_certified_exact_on_three_ranks(tmp_path: Path) -> None:
-    run_demo(tmp_path / "demo", seed=1, ranks=3)
+    result = run_demo(tmp_path / "demo", seed=1, ranks=3)
+    _phases_are_what_injector_and_journal_noted(tmp_path / "demo", result)
     interrupted, reference = (DiskTier(str(tmp_path / "demo" / name)) for name in ("interrupted", "reference"))
     assert certify(interrupted).grade == "sequence"
     certificate = certify(interrupted, against=reference)
@@ -59,6 +61,21 @@ def test_I13_the_demo_is_certified_exact_on_three_ranks(tmp_path: Path) -> None:
     _fell_back_below_the_damage_and_obeyed_the_polite_end(interrupted)
     output = (tmp_path / "demo" / "interrupted-output.txt").read_text()
     assert output.count(certificate.condemned[0].reason) == 1, "one warning that says what was wrong"
+
+
+def _phases_are_what_injector_and_journal_noted(demo: Path, result: dict[str, Any]) -> None:
+    """The clock starts with the injector's own line and stops with the journal's line of the lost step; in between all is in order."""
+    accounts = read_accounts(Repository.open(DiskTier(str(demo / "interrupted"))))
+    strikes = [json.loads(line) for line in (demo / "interrupted-faults.jsonl").read_text().splitlines()]
+    for strike, recovery in zip([s for s in strikes if s["action"] == "kill"], result["recovery_s"], strict=False):
+        account = accounts[strike["generation"] + 1]
+        assert abs(account.applied[strike["step"]] - strike["time_s"] - recovery["total_s"]) < 0.005
+        noted: dict[str, float] = {}
+        for event in account.events:
+            if event.name in ("recovery", "start"):
+                noted |= event.at
+        order = [strike["time_s"], *(noted[name] for name in ("detect", "process", "rendezvous", "rollback", "align"))]
+        assert all(later - earlier > -0.05 for earlier, later in pairwise(order)), (order, "phases overlap")
 
 
 def _fell_back_below_the_damage_and_obeyed_the_polite_end(interrupted: DiskTier) -> None:

@@ -20,7 +20,7 @@ from tests.rigs import tiny_run
 from tests.rigs.tiny_run import commits, damage_newest, end_daemon, own_pack, packs_of, train
 from unbroken.cli.app import app
 from unbroken.core.errors import Damaged
-from unbroken.recover.diary import Diary
+from unbroken.recover.journal_client import JournalClient
 from unbroken.step.update import Applied
 from unbroken.store.repository import Repository
 from unbroken.store.tiers.disk import DiskTier
@@ -192,14 +192,14 @@ def refused(interrupted: Path, other: Path) -> dict[str, Any]:
 
 
 def test_one_bit_of_one_loss_denies_the_certificate(interrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    genuine = Diary.step
+    genuine = JournalClient.step
 
-    def lie(self: Diary, step: int, attempt: int, applied: Applied, now_s: float) -> None:
+    def lie(self: JournalClient, step: int, attempt: int, applied: Applied, now_s: float) -> None:
         if step == 2:
             applied = replace(applied, loss_bits=f"{int(applied.loss_bits, 16) ^ 1:016x}")
         genuine(self, step, attempt, applied, now_s)
 
-    monkeypatch.setattr(Diary, "step", lie)
+    monkeypatch.setattr(JournalClient, "step", lie)
     train(tmp_path / "other", 5)
     report = refused(interrupted, tmp_path / "other")
     assert (report["losses_equal"], report["state_root_equal"]) == (False, True)

@@ -11,7 +11,7 @@ from unbroken.core.limits import DRAIN_TIMEOUT_S
 from unbroken.core.messages import Committed, Failed, Message, Ready
 from unbroken.core.records import EventRecord, Record
 from unbroken.daemon.drain import Cargo, Drainer, Outcome
-from unbroken.daemon.folder import Chronicle, RunFolder
+from unbroken.daemon.folder import LiveJournal, RunFolder
 from unbroken.daemon.memory import SlotTable
 from unbroken.daemon.plan import MemoryCut
 
@@ -36,8 +36,8 @@ class Board:
         self._tell = tell
         self._folder = folder
         self.drainer = Drainer(folder, drained)
-        self._chronicles: dict[int, Chronicle] = {}
-        self._current: Chronicle | None = None
+        self._journals: dict[int, LiveJournal] = {}
+        self._current: LiveJournal | None = None
         self._held: dict[Stamp, MemoryCut] = {}
         self._announced: set[Stamp] = set()
         self._fates: dict[Stamp, str] = {}
@@ -84,26 +84,26 @@ class Board:
         """Cuts that a start may use, newest first: whole, and with every step up to theirs in the journal."""
         return [cut for cut in self.table.cuts() if self._covered(cut)]
 
-    def open(self, chronicle: Chronicle) -> None:
+    def open(self, journal: LiveJournal) -> None:
         """A generation has been opened: what is newer than its base is gone."""
-        self.table.discard_after(chronicle.generation.base_step)
+        self.table.discard_after(journal.generation.base_step)
         if self._current is not None:
             self.drainer.sync(self._current)
-        self._current = chronicle
-        self._chronicles[chronicle.generation.number] = chronicle
+        self._current = journal
+        self._journals[journal.generation.number] = journal
         if self._last_committed is not None and self._last_committed > self._base_step:
             self._last_committed = self._last_milestone = None  # given up by this start
         self._announced.clear()
         for stamp in [stamp for stamp, fate in self._fates.items() if fate == "failed" and stamp[0] == self._base_step]:
             del self._fates[stamp]  # what the run goes on from deserves another try
-        self.drainer.sync(chronicle)
+        self.drainer.sync(journal)
         self.settle()
 
     def forget(self) -> None:
         """The run is gone: nothing in memory belongs to what is in the folder now."""
         self.table.discard_after(-1)
         self.witnessed = False
-        self._current, self._chronicles = None, {}
+        self._current, self._journals = None, {}
         self._announced.clear()
         self._fates.clear()
         self._last_committed = self._last_milestone = None
@@ -147,8 +147,8 @@ class Board:
         waiting = self._next()
         if self._draining is None and waiting is not None:
             self._draining = waiting
-            slots, chronicle = tuple(self.table.find(waiting.slots)), self._chronicles[waiting.generation]
-            self.drainer.submit(Cargo(waiting, self._folder.repository, slots, chronicle))
+            slots, journal = tuple(self.table.find(waiting.slots)), self._journals[waiting.generation]
+            self.drainer.submit(Cargo(waiting, self._folder.repository, slots, journal))
 
     def drained(self, outcome: Outcome) -> None:
         """The drain has finished with a cut."""
@@ -180,8 +180,8 @@ class Board:
         }
 
     def _covered(self, cut: MemoryCut) -> bool:
-        chronicle = self._chronicles.get(cut.generation)
-        return chronicle is not None and cut.step <= chronicle.last_applied
+        journal = self._journals.get(cut.generation)
+        return journal is not None and cut.step <= journal.last_applied
 
     def _hold(self, cuts: Sequence[MemoryCut]) -> None:
         """Held are the newest cut, for the next start; the one being drained; and milestones that wait for that."""
@@ -200,7 +200,7 @@ class Board:
         self._held = wanted
         self.table.sweep(wanted.values(), self.world_size)
         needed = {cut.generation for cut in wanted.values()} | {self.generation}
-        self._chronicles = {number: chronicle for number, chronicle in self._chronicles.items() if number in needed}
+        self._journals = {number: journal for number, journal in self._journals.items() if number in needed}
 
     def _next(self) -> MemoryCut | None:
         waiting = [cut for stamp, cut in self._held.items() if stamp not in self._fates and cut is not self._draining]

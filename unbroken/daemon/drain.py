@@ -16,7 +16,7 @@ from unbroken.core.errors import CheckFailed, SaveFailed, Transient, UnbrokenErr
 from unbroken.core.os import yield_to_others
 from unbroken.core.ports import failpoint
 from unbroken.core.records import EventRecord, Manifest, ManifestRef, Piece, RootRecord, SlotIndex
-from unbroken.daemon.folder import Chronicle, RunFolder
+from unbroken.daemon.folder import LiveJournal, RunFolder
 from unbroken.daemon.plan import MemoryCut
 from unbroken.shm.slots import Slot
 from unbroken.store.repository import Part, Repository
@@ -35,7 +35,7 @@ class Cargo:
     cut: MemoryCut
     repository: Repository
     slots: tuple[Slot, ...]
-    chronicle: Chronicle
+    journal: LiveJournal
 
     @property
     def whole(self) -> bool:
@@ -61,7 +61,7 @@ class Drainer:
         self._done = done
         self._turn = threading.Condition()
         self._cargo: Cargo | None = None
-        self._unsynced: dict[int, Chronicle] = {}
+        self._unsynced: dict[int, LiveJournal] = {}
         self._ending = False
         self._thread = threading.Thread(target=self._work, name="drain", daemon=True)
 
@@ -76,10 +76,10 @@ class Drainer:
             self._cargo = cargo
             self._turn.notify()
 
-    def sync(self, chronicle: Chronicle) -> None:
+    def sync(self, journal: LiveJournal) -> None:
         """Make a journal durable when there is time."""
         with self._turn:
-            self._unsynced[chronicle.generation.number] = chronicle
+            self._unsynced[journal.generation.number] = journal
             self._turn.notify()
 
     def stop(self, timeout_s: float) -> bool:
@@ -96,12 +96,12 @@ class Drainer:
             with self._turn:
                 self._turn.wait_for(lambda: self._cargo is not None or self._unsynced or self._ending)
                 cargo, self._cargo = self._cargo, None
-                chronicles, self._unsynced = list(self._unsynced.values()), {}
-            for chronicle in chronicles:
-                try_sync(chronicle)
+                journals, self._unsynced = list(self._unsynced.values()), {}
+            for journal in journals:
+                try_sync(journal)
             if cargo is not None:
                 self._done(self._drain(cargo))
-            elif not chronicles and self._ending:
+            elif not journals and self._ending:
                 return
 
     def _drain(self, cargo: Cargo) -> Outcome:
@@ -113,7 +113,7 @@ class Drainer:
                 traceback.print_exc()
             text = describe(error)
             _note(cargo, "save_failed", text)
-            try_sync(cargo.chronicle)
+            try_sync(cargo.journal)
             return Outcome(cargo.cut, self._folder.clock.monotonic() - start_s, error=text)
         return Outcome(cargo.cut, self._folder.clock.monotonic() - start_s, state_root=state_root)
 
@@ -123,7 +123,7 @@ def drain(cargo: Cargo, folder: RunFolder) -> str:
     failpoint("drain.begin")
     indexes = [slot.index() for slot in cargo.slots]
     for attempt in range(1, MAX_WRITES + 1):
-        cargo.chronicle.check_folder()
+        cargo.journal.check_folder()
         manifest, ref = _write(cargo, indexes)
         failpoint("drain.written")
         _compare_replicas(cargo, indexes, manifest)
@@ -141,19 +141,19 @@ def drain(cargo: Cargo, folder: RunFolder) -> str:
     return manifest.state_root
 
 
-def try_sync(chronicle: Chronicle) -> None:
+def try_sync(journal: LiveJournal) -> None:
     """Make a journal durable if that can be done."""
     try:
-        chronicle.sync()
+        journal.sync()
     except (OSError, UnbrokenError) as error:
         # Safe: the lines stay in memory and the next commit syncs or fails aloud.
-        print(f"journal of generation {chronicle.generation.number} could not be synced: {describe(error)}", flush=True)
+        print(f"journal of generation {journal.generation.number} could not be synced: {describe(error)}", flush=True)
 
 
 def _note(cargo: Cargo, name: str, reason: str) -> None:
     # Safe to go on without: whoever waits is told by message as well, and a journal that takes no more lines has said so itself.
     with contextlib.suppress(UnbrokenError):
-        cargo.chronicle.add([EventRecord(name=name, step=cargo.cut.step, facts={"reason": reason})])
+        cargo.journal.add([EventRecord(name=name, step=cargo.cut.step, facts={"reason": reason})])
 
 
 def _parts(slot: Slot, index: SlotIndex, scope: str) -> list[Part]:
@@ -166,7 +166,7 @@ def _parts(slot: Slot, index: SlotIndex, scope: str) -> list[Part]:
 
 
 def _write(cargo: Cargo, indexes: list[SlotIndex]) -> tuple[Manifest, ManifestRef]:
-    generation = cargo.chronicle.generation
+    generation = cargo.journal.generation
     return cargo.repository.write(
         step=cargo.cut.step,
         generation=cargo.cut.generation,
@@ -196,8 +196,8 @@ def _compare_replicas(cargo: Cargo, indexes: list[SlotIndex], manifest: Manifest
 def _commit(cargo: Cargo, milestone: bool, manifest: Manifest, ref: ManifestRef, folder: RunFolder) -> None:
     """Journal first, then the log entry that counts its lines."""
     roots = RootRecord(step=cargo.cut.step, state_root=manifest.state_root, rank_roots=manifest.rank_roots)
-    head, num_lines = cargo.chronicle.mark(roots)
-    cargo.chronicle.sync()
+    head, num_lines = cargo.journal.mark(roots)
+    cargo.journal.sync()
     failpoint("drain.before_commit")
     cargo.repository.commit(
         manifests=[(manifest, ref)],

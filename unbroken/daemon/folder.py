@@ -29,7 +29,7 @@ MAX_NOTES = 16
 MAX_NOTE_CHARS = 1000
 
 
-class Chronicle:
+class LiveJournal:
     """The journal of one generation, written by the event loop and made durable by the drain."""
 
     def __init__(self, tier: Tier, lineage: str, generation: Generation) -> None:
@@ -112,7 +112,7 @@ class RunFolder:
         self._repository: Repository | None = None
         self._facts_raw = b""
         self._start: _Start | None = None
-        self._chronicle: Chronicle | None = None
+        self._live_journal: LiveJournal | None = None
         self._notes: list[str] = []
         self._news: list[str] = []
         self._keep: int | None = None
@@ -129,7 +129,7 @@ class RunFolder:
         if self._repository is None or (self._read_facts() == self._facts_raw and self._repository.is_there()):
             return False
         self._news.append("the folder was removed, replaced or put back to an earlier copy: what memory held of it is forgotten")
-        self._repository, self._facts_raw, self._start, self._chronicle = None, b"", None, None
+        self._repository, self._facts_raw, self._start, self._live_journal = None, b"", None, None
         self.close()
         return True
 
@@ -173,7 +173,7 @@ class RunFolder:
         """The memory cut of the plan in progress."""
         return self._start.choice.cut if self._start is not None else None
 
-    def opened(self, message: Opened) -> Chronicle:
+    def opened(self, message: Opened) -> LiveJournal:
         """Every rank stands at the planned step: write run.json if the run is new, then the generation entry, then begin its journal."""
         start = self._started()
         plan, choice = start.plan, start.choice
@@ -196,7 +196,7 @@ class RunFolder:
         if entry.number != plan.generation:
             raise Refused(f"generation {plan.generation} was planned but {entry.number} opened: somebody else wrote to {self.directory}")
         self._start, self._tier.is_starting = None, False
-        self._chronicle = chronicle = Chronicle(self._tier, self._repository.lineage, entry)
+        self._live_journal = journal = LiveJournal(self._tier, self._repository.lineage, entry)
         begin = BeginRecord(
             generation=entry.number,
             base_step=entry.base_step,
@@ -206,8 +206,8 @@ class RunFolder:
             time_s=self.clock.monotonic(),
             differences=message.differences,
         )
-        chronicle.add([begin])
-        return chronicle
+        journal.add([begin])
+        return journal
 
     def collect(self, repository: Repository) -> None:
         """Remove old checkpoints, from the drain thread; put off while a start is in progress."""
@@ -225,9 +225,9 @@ class RunFolder:
 
     def _sync_journal(self) -> None:
         """The generation entry to come anchors the journal before as it is on disk: what is still in memory should be there, too."""
-        if self._chronicle is not None:
+        if self._live_journal is not None:
             with suppress(OSError, UnbrokenError):  # safe: the start needs no line of it, and the drain tries again and says why
-                self._chronicle.sync()
+                self._live_journal.sync()
 
     def _started(self) -> _Start:
         if self._start is None:

@@ -17,7 +17,7 @@ from unbroken.core.os import memory_file
 from unbroken.core.ports import SystemClock, SystemNonces, arm
 from unbroken.core.records import RootRecord, SlotIndex, StepRecord
 from unbroken.daemon.drain import Cargo, drain
-from unbroken.daemon.folder import Chronicle, RunFolder
+from unbroken.daemon.folder import LiveJournal, RunFolder
 from unbroken.daemon.plan import MemoryCut
 from unbroken.shm.channel import encode
 from unbroken.shm.slots import Slot, slot_bytes
@@ -33,7 +33,7 @@ def folder(tmp_path: Path) -> Iterator[RunFolder]:
         arm(name, None)
 
 
-def open_run(folder: RunFolder, **options: int) -> Chronicle:
+def open_run(folder: RunFolder, **options: int) -> LiveJournal:
     plan = folder.begin(Begin(world_size=2, resume="auto", options=dict(options)), [], witnessed=False, last_applied=None)
     return folder.opened(Opened(generation=plan.generation, step=plan.step, loaded_root=plan.state_root))
 
@@ -49,11 +49,11 @@ def slot_of(rank: int, step: int, logical: dict[str, bytes]) -> Slot:
     return slot
 
 
-def cargo_of(folder: RunFolder, chronicle: Chronicle, step: int, *states: dict[str, bytes]) -> Cargo:
+def cargo_of(folder: RunFolder, live: LiveJournal, step: int, *states: dict[str, bytes]) -> Cargo:
     sources = tuple(SlotSource(rank=rank, slot=rank) for rank in range(2))
     cut = MemoryCut(generation=0, step=step, world_size=2, slots=sources)
     slots = tuple(slot_of(rank, step, state) for rank, state in enumerate(states))
-    return Cargo(cut, folder.repository, slots, chronicle)
+    return Cargo(cut, folder.repository, slots, live)
 
 
 def steps(folder: RunFolder) -> list[int]:
@@ -91,9 +91,9 @@ def test_I3_a_slot_whose_index_is_damaged_is_not_committed(folder: RunFolder) ->
 
 
 def test_chunks_withdrawn_during_a_write_are_written_anew(folder: RunFolder) -> None:
-    chronicle = open_run(folder)
+    live = open_run(folder)
     state = {"/w": b"w" * 200_000}
-    drain(cargo_of(folder, chronicle, 0, state, state), folder)
+    drain(cargo_of(folder, live, 0, state, state), folder)
     repository = folder.repository
     pack = repository.manifests(repository.visible()[0])[0].chunks[0].pack
 
@@ -101,12 +101,12 @@ def test_chunks_withdrawn_during_a_write_are_written_anew(folder: RunFolder) -> 
         arm("drain.written", None)
         repository.condemn(0, 0, [pack], "bit rot", writer=folder.writer, clock=folder.clock)
 
-    chronicle.add([StepRecord(step=1, units=(), num_samples=0, loss="0" * 16, clock=(), time_s=0.0)])
+    live.add([StepRecord(step=1, units=(), num_samples=0, loss="0" * 16, clock=(), time_s=0.0)])
     arm("drain.written", condemn)
-    drain(cargo_of(folder, chronicle, 1, state, state), folder)
+    drain(cargo_of(folder, live, 1, state, state), folder)
     assert steps(folder) == [1]
     assert pack not in {chunk.pack for chunk in repository.manifests(repository.visible()[0])[0].chunks}
-    records = [line.record for line in read_journal(repository.tier, "main", 0, chronicle.generation.nonce)]
+    records = [line.record for line in read_journal(repository.tier, "main", 0, live.generation.nonce)]
     assert len([record for record in records if isinstance(record, RootRecord)]) == 2
     assert repository.verify().ok
 
@@ -130,21 +130,21 @@ def test_nothing_is_written_into_a_removed_run_folder(folder: RunFolder) -> None
 
 
 def test_I2_nothing_is_removed_while_a_start_is_in_progress(folder: RunFolder) -> None:
-    chronicle = open_run(folder, keep=1)
+    live = open_run(folder, keep=1)
     for step in (0, 1):
-        drain(cargo_of(folder, chronicle, step, {"/w": b"%d" % step}, {"/w": b"%d" % step}), folder)
+        drain(cargo_of(folder, live, step, {"/w": b"%d" % step}, {"/w": b"%d" % step}), folder)
     assert steps(folder) == [1]
     plan = folder.begin(Begin(world_size=2, resume="auto"), [], witnessed=False, last_applied=1)
-    drain(cargo_of(folder, chronicle, 2, {"/w": b"2"}, {"/w": b"2"}), folder)
+    drain(cargo_of(folder, live, 2, {"/w": b"2"}, {"/w": b"2"}), folder)
     assert steps(folder) == [1, 2]
     folder.opened(Opened(generation=plan.generation, step=plan.step, loaded_root=plan.state_root))
     assert steps(folder) == [1]
 
 
 def test_I11_a_start_does_not_wait_for_a_long_collection(folder: RunFolder) -> None:
-    chronicle = open_run(folder, keep=100)
+    live = open_run(folder, keep=100)
     for step in range(8):
-        drain(cargo_of(folder, chronicle, step, {"/w": b"%d" % step}, {"/w": b"%d" % step}), folder)
+        drain(cargo_of(folder, live, step, {"/w": b"%d" % step}, {"/w": b"%d" % step}), folder)
     removing = threading.Event()
 
     def slow() -> None:

@@ -12,7 +12,7 @@ from unbroken.core.errors import Permanent
 from unbroken.core.messages import Begin, Opened
 from unbroken.core.ports import SystemClock, SystemNonces, arm
 from unbroken.core.records import StepRecord
-from unbroken.daemon.folder import Chronicle, RunFolder
+from unbroken.daemon.folder import LiveJournal, RunFolder
 from unbroken.store.journal import first_chain, read_journal
 
 APPEND = "store.journal.before_append"
@@ -26,7 +26,7 @@ def folder(tmp_path: Path) -> Iterator[RunFolder]:
     arm(APPEND, None)
 
 
-def open_run(folder: RunFolder) -> Chronicle:
+def open_run(folder: RunFolder) -> LiveJournal:
     plan = folder.begin(Begin(world_size=1, resume="auto", options={}), [], witnessed=True, last_applied=None)
     return folder.opened(Opened(generation=plan.generation, step=plan.step, loaded_root=plan.state_root))
 

@@ -26,7 +26,7 @@ MAX_UNCOVERED = 1 << 16
 """Steps beyond the newest checkpoint that are kept for another daemon's journal; those that fall out cannot be continued over."""
 
 
-class Diary:
+class JournalClient:
     """The journal as one generation of a run writes it. On other ranks than 0 every call does nothing."""
 
     def __init__(self, link: Link, plan: Plan, rank: int, world_size: int) -> None:
@@ -38,7 +38,7 @@ class Diary:
         self._compensated_s = 0.0
         self._uncovered: deque[StepRecord] = deque(maxlen=MAX_UNCOVERED)
 
-    def continued(self, link: Link, plan: Plan) -> Diary:
+    def continued(self, link: Link, plan: Plan) -> JournalClient:
         """The journal of the next generation, after the daemon has died: it starts with the steps that no checkpoint covers.
 
         StepLost when steps between the newest checkpoint and those kept here are missing (a checkpoint was damaged meanwhile).
@@ -46,12 +46,12 @@ class Diary:
         kept = [record for record in self._uncovered if record.step > plan.step]
         if kept and kept[0].step != plan.step + 1:
             raise StepLost(f"the daemon died, and steps {plan.step + 1} to {kept[0].step - 1} are in no checkpoint that can be read")
-        diary = Diary(link, plan, self._rank, self._world_size)
-        diary._aligned_s = diary._compensated_s = self._aligned_s
+        journal = JournalClient(link, plan, self._rank, self._world_size)
+        journal._aligned_s = journal._compensated_s = self._aligned_s
         clock = [msgspec.structs.replace(r, clock=((plan.generation, r.step, self._world_size),)) for r in kept]
-        diary._uncovered.extend(clock)
-        diary.write(EventRecord(name="continued", step=plan.step, facts={"steps": len(kept)}), *clock)
-        return diary
+        journal._uncovered.extend(clock)
+        journal.write(EventRecord(name="continued", step=plan.step, facts={"steps": len(kept)}), *clock)
+        return journal
 
     def start(self, moments: dict[str, float]) -> None:
         """The phases of the start; `moments` are when each ended, on the last rank, in monotonic seconds."""
