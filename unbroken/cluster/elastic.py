@@ -22,6 +22,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from unbroken.cluster.cause import has_error, is_mistake, root_cause
 from unbroken.cluster.decide import Failure, Options, decide, describe
+from unbroken.cluster.forked import ForkServer, started_by
 from unbroken.cluster.signals import SignalInbox
 from unbroken.cluster.witness import Witness
 from unbroken.core.os import kill_group, peek_exit, pidfd, wait_any
@@ -72,6 +73,7 @@ class Surroundings:
     say: Callable[[str], None]
     grace_s: float
     num_nodes_max: int
+    server: ForkServer | None = None
 
 
 class ElasticAgent(LocalElasticAgent):
@@ -230,7 +232,10 @@ class ElasticAgent(LocalElasticAgent):
         self.history = [*self.history[1 - MAX_HISTORY :], failure]
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        pids: dict[int, int] = super()._start_workers(worker_group)
+        with started_by(self._around.server) as why:
+            pids: dict[int, int] = super()._start_workers(worker_group)
+        for line in why:
+            self._around.say(line)
         self._around.inbox.install()
         self._attempt = Attempt(pids=pids, fds={local: pidfd(pid) for local, pid in pids.items()})
         return pids

@@ -19,6 +19,7 @@ from torch.distributed.run import config_from_args, determine_local_world_size, 
 
 from unbroken.cluster.decide import Failure, Options, exit_code
 from unbroken.cluster.elastic import ElasticAgent, Surroundings
+from unbroken.cluster.forked import ForkServer
 from unbroken.cluster.signals import ALWAYS, Interrupted, SignalInbox, named
 from unbroken.cluster.witness import Witness
 from unbroken.core.ports import SystemClock, environment
@@ -30,6 +31,10 @@ HARMLESS_SIGNAL = "SIGURG"
 """TorchElastic insists on taking over at least one signal; it gets one that nobody sends."""
 
 
+PRELOAD = "torch,unbroken.session"
+"""What takes longest to import in a worker: two seconds that a restart need not wait for."""
+
+
 class Command(Struct, frozen=True, kw_only=True):
     """A parsed command line."""
 
@@ -37,6 +42,7 @@ class Command(Struct, frozen=True, kw_only=True):
     program: tuple[str, ...]
     options: Options
     end_signals: str
+    preload: tuple[str, ...]
     wants_json: bool
     log_dir: str | None
 
@@ -63,6 +69,12 @@ def parser() -> ArgumentParser:
     made.prog = "unbroken run"
     made.description = "Start a training script like torchrun does, and start it again when a worker dies."
     made.add_argument("--json", action="store_true", help="Print how it ended as one JSON object on the last line.")
+    made.add_argument(
+        "--preload",
+        default=PRELOAD,
+        metavar="MODULES",
+        help="Modules that a warm server imports once and workers are forked from, separated by commas; empty: start each from nothing.",
+    )
     if "PET_MAX_RESTARTS" not in os.environ:
         made.set_defaults(max_restarts=None)
     for action in made._actions:
@@ -104,6 +116,7 @@ def parse(argv: Sequence[str], scratch: str) -> Command:
         program=(*python, *how, args.training_script, *args.training_script_args),
         options=Options(max_restarts=args.max_restarts, same_start=None if given else Options().same_start),
         end_signals=end_signals,
+        preload=tuple(name for name in (word.strip() for word in args.preload.split(",")) if name),
         wants_json=args.json,
         log_dir=log_dir,
     )
@@ -131,6 +144,7 @@ def _run(command: Command, launch_file: str, say: Callable[[str], None]) -> Outc
     _set_environment(launch_file)
     witness = Witness(launch_file)
     inbox = SignalInbox(named(command.end_signals) | set(ALWAYS))
+    server = ForkServer(command.preload) if command.preload else None
     around = Surroundings(
         options=command.options,
         witness=witness,
@@ -139,8 +153,11 @@ def _run(command: Command, launch_file: str, say: Callable[[str], None]) -> Outc
         say=say,
         grace_s=_grace_s(),
         num_nodes_max=config.max_nodes,
+        server=server,
     )
     inbox.install()
+    if server is not None:
+        server.open()
     spec = _worker_spec(config, command.program)
     assert config.logs_specs is not None, "torchrun's config always has them"
     agent = ElasticAgent(spec, config.logs_specs, around, config.log_line_prefix_template)
@@ -151,6 +168,8 @@ def _run(command: Command, launch_file: str, say: Callable[[str], None]) -> Outc
     except Interrupted as error:
         interrupted = error
     finally:
+        if server is not None:
+            server.close()
         spec.rdzv_handler.shutdown()
         directory = witness.directory
         witness.close()

@@ -93,8 +93,14 @@ def _report(error: BaseException) -> None:
     sys.excepthook(type(error), error, frames)
 
 
+def warm_file() -> str:
+    """File of the fork server, whose frames stand below a forked worker's."""
+    module = sys.modules.get("unbroken.cluster.warm")
+    return getattr(module, "__file__", None) or ""
+
+
 def _programs_frames(frames: TracebackType | None) -> TracebackType | None:
-    ours = (__file__, "<frozen runpy>")
+    ours = (__file__, "<frozen runpy>", warm_file())
     while frames is not None and frames.tb_frame.f_code.co_filename in ours:
         frames = frames.tb_next
     return frames

@@ -18,6 +18,7 @@ import threading
 from collections.abc import Mapping, Sequence
 
 PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
 
 
 def hostname() -> str:
@@ -83,6 +84,16 @@ def wait_any(fds: Sequence[int], timeout_s: float) -> list[int]:
 def die_with_parent(sig: int = signal.SIGKILL) -> None:
     """Ask the kernel to signal this process when the thread that made it ends."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(sig), 0, 0, 0)
+
+
+def adopt_orphans(is_wanted: bool) -> None:
+    """While wanted, processes below us that lose their parent become our children instead of init's."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, int(is_wanted), 0, 0, 0)
+
+
+def num_threads() -> int:
+    """Threads of this process, those of libraries included."""
+    return len(os.listdir("/proc/self/task"))
 
 
 def peek_exit(pid: int) -> int | None:
