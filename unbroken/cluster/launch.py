@@ -31,8 +31,8 @@ HARMLESS_SIGNAL = "SIGURG"
 """TorchElastic insists on taking over at least one signal; it gets one that nobody sends."""
 
 
-PRELOAD = "torch,unbroken.session"
-"""What takes longest to import in a worker: two seconds that a restart need not wait for."""
+PRELOAD = "torch,torch._dynamo,unbroken.session"
+"""What takes longest to import in a worker, `torch._dynamo` with the first optimizer: seconds that a restart need not wait for."""
 
 
 class Command(Struct, frozen=True, kw_only=True):
