@@ -362,3 +362,33 @@ def _run(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
 def test_the_rig_notices_what_does_not_happen() -> None:
     with pytest.raises(AssertionError, match="nothing did not happen"):
         wait_until(lambda: False, "nothing", 0.05)
+
+
+def test_workers_come_out_of_a_warm_server_which_a_restart_uses_again(tmp_path: Path) -> None:
+    """A module that must not be there is named once; a server that is killed is done without."""
+    (tmp_path / "spoiler.py").write_text("import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n")
+    script = """
+mark("born", torch="torch" in sys.modules, parent=os.getppid())
+wait_for(lambda: len([m for m in marks("born") if m["attempt"] == ATTEMPT]) == 2)
+if ATTEMPT == 1 and RANK == 0:
+    def is_server(pid):
+        with open(f"/proc/{pid}/cmdline", "rb") as line, open(f"/proc/{pid}/stat") as stat:
+            return line.read().startswith(b"unbroken: warm fork server") and int(stat.read().rpartition(")")[2].split()[1]) == os.getppid()
+    (server,) = [int(p) for p in os.listdir("/proc") if p.isdigit() and is_server(p)]
+    os.kill(server, signal.SIGKILL)
+    mark("struck")
+if ATTEMPT == 1:
+    wait_for(lambda: marks("struck"))
+if ATTEMPT < 2:
+    if RANK == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(600)
+"""
+    env = {"PYTHONPATH": str(tmp_path)}
+    with launched(tmp_path, script, "--nproc-per-node", "2", "--preload", "torch,spoiler", env=env) as job:
+        assert job.wait(120) == 0, job.stderr
+        born = job.marks("born")
+        assert {mark["attempt"]: mark["torch"] for mark in born} == {0: True, 1: True, 2: False}
+        assert len({mark["parent"] for mark in born}) == 1
+        assert job.stderr.count("--preload: spoiler is left out: started 1 threads") == 1
+        assert job.stderr.count("the warm fork server is gone") == 1

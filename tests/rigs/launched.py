@@ -36,6 +36,10 @@ mark("start")
 """
 
 
+COLD = ("--preload", "")
+"""Toys import nothing that is worth keeping warm; flags of a test come later and win."""
+
+
 def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = 60.0) -> Any:
     """The first true value of `condition`, or a failure that says what did not happen."""
     end = time.monotonic() + timeout_s
@@ -55,7 +59,7 @@ class Launched:
         (folder / "marks.jsonl").touch()
         with open(folder / "out", "wb") as out, open(folder / "err", "wb") as err:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "unbroken", "run", "--json", *flags, str(self.script)],
+                [sys.executable, "-m", "unbroken", "run", "--json", *COLD, *flags, str(self.script)],
                 stdout=out,
                 stderr=err,
                 stdin=subprocess.DEVNULL,

@@ -21,6 +21,7 @@ from typing import Any
 
 import msgspec
 from msgspec import Struct
+from setproctitle import setproctitle
 
 from unbroken.cluster import script
 from unbroken.core.os import die_with_parent, num_threads
@@ -60,6 +61,7 @@ def main(argv: list[str]) -> None:
     """Serve the launcher at the other end of descriptor `argv[0]` until it closes its end. In a forked worker this does not return."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the keyboard's interrupt is the launcher's business
+    setproctitle(f"unbroken: warm fork server of process {os.getppid()}")
     launcher = os.getppid()
     connection = Connection(int(argv[0]))
     connection.send_bytes(msgspec.json.encode(preload(argv[1:])))
@@ -135,6 +137,7 @@ def _become_worker(order: Order, launcher: int, connection: Connection) -> None:
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
             os.dup2(fd, number)
             os.close(fd)
+    setproctitle(" ".join([sys.executable, *order.argv]))  # what people and their scripts look for with ps and pgrep
     _draw_anew()
     _use_threads(order.env.get("OMP_NUM_THREADS", ""))
     script.main(list(order.argv))

@@ -46,9 +46,14 @@ def run(server: ForkServer, folder: Path, code: str, *args: str, **env: str) -> 
 
 
 def test_a_worker_is_our_child_with_its_own_arguments_environment_and_session(serve: Callable[..., ForkServer], tmp_path: Path) -> None:
-    code = "import json, os, sys; print(json.dumps([sys.argv, dict(os.environ), os.getppid(), os.getsid(0) == os.getpid(), sys.path[0]]))"
+    code = """
+import json, os, sys
+title = open("/proc/self/cmdline").read().rstrip("\\0")
+print(json.dumps([sys.argv, dict(os.environ), os.getppid(), os.getsid(0) == os.getpid(), sys.path[0], title]))
+"""
     process, out, err = run(serve(), tmp_path, code, "a", "b c", COLOUR="red")
-    argv, env, parent, leads, path = json.loads(out)
+    argv, env, parent, leads, path, title = json.loads(out)
+    assert title == f"{sys.executable} {tmp_path / 'script.py'} a b c", "what ps and pgrep show"
     assert argv == [str(tmp_path / "script.py"), "a", "b c"]
     assert (env["COLOUR"], "PYTHONPATH" in env, parent, leads, path) == ("red", False, os.getpid(), True, str(tmp_path))
     assert (process.returncode, err) == (0, "")
