@@ -19,6 +19,7 @@ from unbroken.core.errors import ForeignFolder, Permanent, StoreError, Transient
 from unbroken.core.os import boot_id, forget_pages, hostname, is_alive, sync_directory
 from unbroken.core.ports import Buffer, Nonces, SystemNonces, failpoint
 from unbroken.store.paths import is_inside
+from unbroken.store.tiers.direct import BlockWriter
 
 _PASSING = frozenset({errno.EINTR, errno.EAGAIN, errno.EBUSY, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.ETIMEDOUT})
 _TEMPORARY = re.compile(r"\..*\.(\d{1,10})-([0-9a-f]{8})-([0-9a-f]{8})\.tmp-[0-9a-f]+")
@@ -187,10 +188,11 @@ def _explained(path: str, *, missing_is_passing: bool = False) -> Iterator[None]
 def _write_new(path: str, parts: Iterable[Buffer]) -> int:
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
-        size = 0
+        writer = BlockWriter(fd)
         for part in parts:
-            size += _write_all(fd, part)
+            writer.add(part)
             failpoint("store.create.part")
+        size = writer.finish()
         failpoint("store.create.before_fsync")
         os.fsync(fd)
         if size > _KEEP_CACHED_BYTES:
