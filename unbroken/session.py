@@ -121,10 +121,11 @@ class Run:
         opening.moments["align"] = self._clock.monotonic()
         opening.announce(plan, self._stepping.gradient_bytes, self._keeping.start())
         atexit.register(self._at_exit)
-        earlier = _open_runs.get(self._directory)
+        place = os.path.realpath(self._directory)
+        earlier = _open_runs.get(place)
         if earlier is not None:
             earlier._overtaken()
-        _open_runs[self._directory] = self
+        _open_runs[place] = self
 
     def close(self) -> None:
         """Commit the last boundary, wait until it is durable, let the daemon go. Warns where an automatic save had failed. Idempotent.

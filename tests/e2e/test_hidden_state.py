@@ -385,8 +385,10 @@ def test_I6_a_forked_child_cannot_write_its_memory_as_the_runs(tmp_path: Path) -
 
 
 def test_a_second_run_in_the_folder_says_to_the_first_who_has_taken_over(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "run").symlink_to(tmp_path / "real")
     first = open_run(tmp_path / "run", total_steps=STEPS)
-    second = open_run(tmp_path / "run", total_steps=STEPS)
+    second = open_run(tmp_path / "real", total_steps=STEPS)
     with pytest.raises(RuntimeError, match="another Run in this process has opened"):
         first.save()
     second.close()
@@ -408,3 +410,15 @@ def test_I13_an_option_changed_in_mid_run_is_a_difference_at_the_next_start(tmp_
     life(tmp_path / "run", 2, lambda: {"model": Tiny()}, after=more)
     with pytest.warns(unbroken.EnvironmentChanged, match=r"Dropout\(p=0.4.*Dropout\(p=0.1"):
         life(tmp_path / "run", 3, lambda: {"model": Tiny()})
+
+
+def test_I13_another_class_of_optimizer_is_a_difference(tmp_path: Path) -> None:
+    """Adam and AdamW have the same state and the same options: only their names tell them apart."""
+
+    def make(kind: type[torch.optim.Optimizer]) -> Parts:
+        model = Tiny()
+        return {"model": model, "optimizer": kind(model.parameters(), lr=0.01)}  # type: ignore[call-arg]
+
+    life(tmp_path / "run", 1, lambda: make(torch.optim.RMSprop))
+    with pytest.warns(unbroken.EnvironmentChanged, match=r"\(optimizer\): RMSprop -> Other"):
+        life(tmp_path / "run", 2, lambda: make(type("Other", (torch.optim.RMSprop,), {})))

@@ -121,8 +121,10 @@ class Stack:
         return [(id(p), p._version) for p in self.parameters().values()]
 
     def structure(self) -> dict[str, str]:
-        """Class and options of every module: a changed dropout rate or kernel size is no restored state, but it changes the run."""
-        found = {}
+        """Class and options of every module, classes of optimizers and schedulers: no restored state, but a change changes the run."""
+        found: dict[str, str] = {}
+        for what, objects in (("optimizer", self.parts.optimizers), ("scheduler", self.parts.schedulers)):
+            found |= {f"({what} {key}".strip() + ")": type(value).__name__ for key, value in objects.items()}
         for key, model in self.parts.models.items():
             for name, module in names.modules(model):
                 found[f"{key}.{name}" if key and name else key or name] = f"{type(module).__name__}({module.extra_repr()})"

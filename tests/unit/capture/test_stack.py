@@ -415,7 +415,8 @@ def test_the_structure_knows_options_that_are_no_state() -> None:
     assert structure["conv"].startswith("Conv2d(2, 4, kernel_size=(2, 2)")
     linear = nn.Linear(1, 2)
     assert stack_of({"a": linear}, torch.optim.SGD(linear.parameters())).structure() == {
-        "a": "Linear(in_features=1, out_features=2, bias=True)"
+        "(optimizer)": "SGD",
+        "a": "Linear(in_features=1, out_features=2, bias=True)",
     }
 
 
