@@ -10,7 +10,7 @@ DEMO_ARGS ?=
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: setup demo test check bench docs campaign-exact campaigns bench-overhead help
+.PHONY: setup demo test check bench docs campaign-exact campaigns bench-recovery bench-overhead help
 
 setup: $(STAMP) ## Make .venv and install everything that is needed, pinned.
 
@@ -44,8 +44,13 @@ campaign-exact: $(STAMP) ## The long form of the exactness tests.
 campaigns: campaign-exact ## Every campaign: 15 demos, 60 kills of the example, a million-step journal; about an hour.
 	$(BIN)/python -m pytest $(PYTEST_ARGS) --timeout 3600 -m slow
 
+bench-recovery: $(STAMP) ## A worker is killed: seconds to the next finished step, against torchrun with DCP.
+	$(BIN)/python -W ignore -m bench.recovery > bench/results/recovery.json.new
+	mv bench/results/recovery.json.new bench/results/recovery.json
+
 bench-overhead: $(STAMP) ## What keeping a run costs, against plain training and torch's own checkpoints; leave the machine alone meanwhile.
-	$(BIN)/python -W ignore -m bench.overhead --others > bench/results/overhead.json
+	$(BIN)/python -W ignore -m bench.overhead --others > bench/results/overhead.json.new
+	mv bench/results/overhead.json.new bench/results/overhead.json
 
 help: ## This list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
