@@ -17,9 +17,12 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Unpack
 from weakref import WeakValueDictionary
+
+import torch
 
 from unbroken.capture.stack import Parts, Stack, keyed_parts
 from unbroken.capture.streams import Streams
@@ -173,7 +176,7 @@ class Run:
 
     def _at_exit(self) -> None:
         """The script ended inside or after its loop without close(). With several ranks, who knows whether all did: wait, but not long."""
-        if getattr(sys, "last_value", None) is None:
+        if getattr(sys, "last_value", None) is None and os.getpid() == self._owner:
             self._exchange.abandon()
             self._close(DRAIN_TIMEOUT_S if self._exchange.world_size == 1 else EXIT_TIMEOUT_S)
 
@@ -245,6 +248,17 @@ class Run:
         self.loss = applied.loss
         self._boundary_open = True
         return True
+
+    @contextmanager
+    def eval(self) -> Iterator[None]:
+        """Evaluate without a trace: modules in evaluation mode, no gradients; then modes and random numbers are what they were.
+
+        Anywhere in the loop's body or outside the loop, on all ranks or on some. What you swap in (an average's weights) you swap back.
+        Cost: some 20 us, and 30 ns per module.
+        """
+        self._require_open()
+        with self._streams.aside(), self._stack.evaluating(), torch.no_grad():
+            yield
 
     # -- boundaries and snapshots -------------------------------------------------------------------------------------------
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -296,6 +299,33 @@ def test_I8_a_module_in_extras_that_changed_within_a_refused_step_is_not_guessed
     monkeypatch.setattr(Exchange, "scatter", fail)
     with pytest.raises(unbroken.StepLost, match=r"extras \['ema'\] have changed within it"):
         life(tmp_path / "run", STEPS, lambda: {"model": Tiny(), "extras": {"ema": nn.Linear(2, 2)}}, before=average)
+
+
+# -- evaluation ----------------------------------------------------------------------------------------------------------------
+
+
+def test_I13_an_evaluation_leaves_no_trace(tmp_path: Path) -> None:
+    """Whatever it draws, whichever modes the modules were in, wherever in the step it happens, and if it fails."""
+
+    def make() -> Parts:
+        model = Tiny()
+        model.body[2].eval()  # a part that the script itself has put to rest
+        return {"model": model}
+
+    def evaluate(parts: Parts, run: unbroken.Run) -> None:
+        model = parts["model"]
+        with contextlib.suppress(ZeroDivisionError), run.eval():
+            assert not any(module.training for module in model.modules())
+            assert not model(torch.rand(4, 4)).requires_grad
+            assert random.random() != np.random.rand()
+            if run.completed == 2:
+                raise ZeroDivisionError
+        assert [module.training for module in model.modules()] == [True, True, True, True, False, True]
+
+    plain = life(tmp_path / "plain", STEPS, make)
+    assert life(tmp_path / "before", STEPS, make, before=evaluate) == plain
+    assert life(tmp_path / "after", STEPS, make, after=evaluate) == plain
+    assert unbroken.open(tmp_path / "after").certify(tmp_path / "plain").grade == "exact"
 
 
 # -- half-done -----------------------------------------------------------------------------------------------------------------

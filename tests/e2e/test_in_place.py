@@ -35,17 +35,20 @@ def test_I8_a_collective_that_fails_on_one_of_three_ranks_is_repeated_in_place(t
 def test_a_request_to_stop_ends_the_step_commits_and_exits_0(tmp_path: Path, whom: str, number: signal.Signals) -> None:
     directory = tmp_path / "run"
     process = launch(directory, 100000, ranks=3, TORTURE_INTERVAL="1000 steps")
-    wait_until(lambda: len([r for r in journal(directory) if r["type"] == "step"]) >= 0 and _steps(directory) >= 1, 60, "first step")
-    workers = [int(line.split()[0]) for line in processes_of(directory) if "unbroken.cluster.worker" in line]
-    assert len(workers) == 3
-    if whom == "launcher":
-        process.send_signal(number)
-    elif whom == "one rank":
-        os.kill(workers[1], number)
-    else:
-        for pid in workers:
-            os.kill(pid, number)
-    code, _, err = finish(process, 60)
+    try:
+        wait_until(lambda: _steps(directory) >= 1, 60, "first step")
+        workers = [int(line.split()[0]) for line in processes_of(directory) if SCRIPT in line and "unbroken run" not in line]
+        assert len(workers) == 3
+        if whom == "launcher":
+            process.send_signal(number)
+        elif whom == "one rank":
+            os.kill(workers[1], number)
+        else:
+            for pid in workers:
+                os.kill(pid, number)
+        code, _, err = finish(process, 60)
+    finally:
+        process.kill()  # a run without end must not outlive a test that has failed
     assert code == 0, err
     steps = [r["step"] for r in journal(directory) if r["type"] == "step"]
     archive = unbroken.open(str(directory))

@@ -13,7 +13,8 @@ scheduler) its key is left out of the pointers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Iterator, Mapping, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -115,6 +116,18 @@ class Stack:
             items += flatten(dict(loader), "/loader", kind="data", scope="rank", layer="scheduling")
         items += flatten(self.streams.read(), "/rng", kind="rng", scope="rank")
         return items
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """All modules in evaluation mode; afterwards each is in its own mode again."""
+        before = [(module, module.training) for model in self.parts.models.values() for module in model.modules()]
+        try:
+            for module, _ in before:
+                module.training = False
+            yield
+        finally:
+            for module, was_training in before:
+                module.training = was_training
 
     def versions(self) -> list[tuple[int, int]]:
         """Changes when somebody writes a parameter; cheap, and not proof that the values are others."""

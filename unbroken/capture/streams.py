@@ -7,6 +7,8 @@ the user holds belong into `extras`.
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -53,6 +55,19 @@ class Streams:
         """The rank's own streams return."""
         if self._own is not None:
             (python, legacy, cpu, device), self._own = self._own, None
+            random.setstate(python)
+            np.random.set_state(legacy)
+            torch.set_rng_state(cpu)
+            if device is not None:
+                _device_module(self.device).set_rng_state(device, self.device)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What is drawn inside does not move the streams."""
+        python, legacy, cpu, device = self._raw()
+        try:
+            yield
+        finally:
             random.setstate(python)
             np.random.set_state(legacy)
             torch.set_rng_state(cpu)

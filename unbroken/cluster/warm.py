@@ -60,7 +60,7 @@ class Started(Struct, frozen=True, kw_only=True):
 def main(argv: list[str]) -> None:
     """Serve the launcher at the other end of descriptor `argv[0]` until it closes its end. In a forked worker this does not return."""
     die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the keyboard's interrupt is the launcher's business
+    on_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the keyboard's interrupt is the launcher's business
     setproctitle(f"unbroken: warm fork server of process {os.getppid()}")
     launcher = os.getppid()
     connection = Connection(int(argv[0]))
@@ -72,7 +72,7 @@ def main(argv: list[str]) -> None:
             order = msgspec.json.decode(connection.recv_bytes(), type=Order)
         except EOFError:
             return
-        started = fork_worker(lambda order=order: _become_worker(order, launcher, connection))  # type: ignore[misc]
+        started = fork_worker(lambda order=order: _become_worker(order, launcher, connection, on_interrupt))  # type: ignore[misc]
         connection.send_bytes(msgspec.json.encode(started))
 
 
@@ -124,11 +124,11 @@ def fork_worker(become: Callable[[], None]) -> Started:
     return Started(pid=int(told)) if told else Started(error="the fork failed")
 
 
-def _become_worker(order: Order, launcher: int, connection: Connection) -> None:
+def _become_worker(order: Order, launcher: int, connection: Connection, on_interrupt: Any) -> None:
     """Be what `python -m unbroken.cluster.worker` would be, had it just been started with this environment."""
     connection.close()
     os.setsid()
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGINT, on_interrupt)
     _adopted_by(launcher)
     os.environ.clear()
     os.environ.update(order.env)
