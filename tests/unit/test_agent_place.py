@@ -38,7 +38,9 @@ def test_a_socket_that_is_removed_comes_back_and_the_next_worker_finds_the_same_
     job.save()
     pid = daemon_pid(directory)
     if what == "folder":
-        shutil.rmtree(os.path.dirname(address(directory)))
+        place = os.path.dirname(address(directory))
+        os.rename(place, f"{place}.gone")  # at once: the daemon makes it anew while it is being emptied
+        shutil.rmtree(f"{place}.gone")
     elif what == "socket":
         os.unlink(address(directory))
     else:

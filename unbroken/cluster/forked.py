@@ -135,7 +135,7 @@ class ForkedProcess:
         return code
 
 
-class ForkedHandler:
+class ForkedWorker:
     """What TorchElastic asks of a `SubprocessHandler`."""
 
     def __init__(self, process: ForkedProcess) -> None:
@@ -162,7 +162,7 @@ class ForkedContext(SubprocessContext):
                 stdout=self.stdouts[local] or "",
                 stderr=self.stderrs[local] or "",
             )
-            handler: Any = ForkedHandler(ForkedProcess(self._server.fork(order)))
+            handler: Any = ForkedWorker(ForkedProcess(self._server.fork(order)))
             self.subprocess_handlers[local] = handler
 
 

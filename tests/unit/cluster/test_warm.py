@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from unbroken.cluster.forked import ForkedHandler, ForkedProcess, ForkServer, ServerLost, can_fork
+from unbroken.cluster.forked import ForkedProcess, ForkedWorker, ForkServer, ServerLost, can_fork
 from unbroken.cluster.warm import Order
 
 SLOW_S = 60.0
@@ -154,9 +154,9 @@ def test_the_handler_ends_the_workers_whole_session(serve: Callable[..., ForkSer
     process = ForkedProcess(serve().fork(Order(argv=(str(tmp_path / "two.py"),), env=env)))
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(0.1)
-    ForkedHandler(process).close(signal.SIGKILL)
+    ForkedWorker(process).close(signal.SIGKILL)
     assert process.wait(SLOW_S) == -signal.SIGKILL
-    ForkedHandler(process).close(signal.SIGKILL)  # nobody is left: no error
+    ForkedWorker(process).close(signal.SIGKILL)  # nobody is left: no error
 
 
 WORKER = ("-u", "-m", "unbroken.cluster.worker")
