@@ -254,7 +254,7 @@ class Run:
         """Evaluate without a trace: modules in evaluation mode, no gradients; then modes and random numbers are what they were.
 
         Anywhere in the loop's body or outside the loop, on all ranks or on some. What you swap in (an average's weights) you swap back.
-        Cost: some 20 us, and 30 ns per module.
+        Cost: 90 us, and 3 us per module.
         """
         self._require_open()
         with self._streams.aside(), self._stack.evaluating(), torch.no_grad():

@@ -42,7 +42,7 @@ class Micro:
     def backward(self, loss: torch.Tensor) -> None:
         """Run backward for the mean loss over this unit's samples and set gradient and loss aside. Once per unit.
 
-        Cost: backward, then one pass over the gradients; on accelerators no synchronisation.
+        Cost: backward, then one addition of gradients for each unit but the first; on accelerators no synchronisation.
         """
         if self.done:
             raise RuntimeError(f"unit {self.unit} of step {self.step} has had its backward; add several losses up before calling it")

@@ -22,7 +22,7 @@ MAX_KEPT_BYTES = 64 << 10
 
 
 class Undo:
-    """Cost of `mark`: some 10 us per generator or small value, 30 ns per tensor of a module; nothing without extras."""
+    """Cost of `mark`: 26 us per generator, 8 us per plain value, 1.3 us per tensor of a module; nothing without extras."""
 
     def __init__(self, extras: MutableMapping[str, Any]) -> None:
         self._extras = extras
