@@ -138,7 +138,7 @@ class Opening:
         return self.stack.collect(where, counters.as_dict(), self.source.state())
 
     def facts(self) -> list[Item]:
-        """Compared and recorded pieces as they stand now: a switch may be turned in mid-run. Cost: 5 us per module (half of it naming pieces), 20 us besides."""
+        """Compared and recorded pieces as they stand now: a switch may be turned in mid-run. Cost: 5 us per module, 20 us besides."""
         self._sheet["/environment"][0]["kernels"] = facts.kernel_settings(self.device)
         self._sheet["/model/structure"] = (self.stack.structure(), *self._sheet["/model/structure"][1:])
         return fact_items(self._sheet)
