@@ -94,12 +94,21 @@ def test_I6_a_daemon_whose_place_another_one_has_taken_makes_all_durable_and_end
         assert steps(directory) == [0]
 
 
+def put_in_the_way(folder: str) -> bool:
+    """Replace the folder by a file; False where the daemon was quicker and has made it anew."""
+    shutil.rmtree(folder)
+    try:
+        Path(folder).write_text("a file in the way")
+    except IsADirectoryError:
+        return False
+    return True
+
+
 def test_a_place_that_cannot_be_made_anew_harms_nobody_who_is_connected(directory: str) -> None:
     job = FakeJob(directory, 1)
     job.start()
     pid, folder = daemon_pid(directory), os.path.dirname(address(directory))
-    shutil.rmtree(folder)
-    Path(folder).write_text("a file in the way")
+    until(lambda: put_in_the_way(folder), "a file lies in the folder's place", 5.0)
     time.sleep(1.2)
     job.save()
     os.unlink(folder)
