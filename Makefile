@@ -16,7 +16,7 @@ setup: $(STAMP) ## Make .venv and install everything that is needed, pinned.
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[torch,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[torch,loggers,dev]'
 	touch $@
 
 demo: $(STAMP) ## Train, kill, continue, prove: the main job, at most 3 minutes on 2 cores.
