@@ -148,7 +148,7 @@ class Stepping:
 
     def _backward(self, micro: Micro, loss: torch.Tensor) -> None:
         failpoint("step.backward")
-        self._update.backward(loss, micro.weight)
+        self._update.backward(loss, micro.weight, micro.unit if micro.unit == self._cursor.block[-1] else None)
         self._update.finish_unit(micro.unit, self._digest, micro.weight, loss)
 
     def _count(self, applied: Applied) -> None:

@@ -30,6 +30,18 @@ def test_I8_a_collective_that_fails_on_one_of_three_ranks_is_repeated_in_place(t
     assert [r["attempt"] for r in records if r["type"] == "step"] == [0, 0, 0, 1, 0, 0]
 
 
+def test_I8_a_loop_left_while_gradients_are_on_their_way_goes_on_in_the_same_processes(tmp_path: Path) -> None:
+    """After backward and before run.step() the first buckets have left; all three ranks break and start the loop again."""
+    expected = reference(tmp_path / "reference", 6)
+    process = launch(tmp_path / "left", 6, ranks=3, TORTURE_LEAVE="3")
+    code, out, err = finish(process)
+    assert code == 0, err
+    assert json.loads(out.splitlines()[-1])["root"] == expected["root"]
+    records = journal(tmp_path / "left")
+    assert len([r for r in records if r["type"] == "begin"]) == 1, "nobody may have been restarted"
+    assert [r["step"] for r in records if r["type"] == "step"] == [1, 2, 3, 4, 5, 6]
+
+
 @pytest.mark.parametrize("whom", ["group", "one rank", "launcher"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_request_to_stop_ends_the_step_commits_and_exits_0(tmp_path: Path, whom: str, number: signal.Signals) -> None:

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import unbroken
+from unbroken.step import reduce
 
 
 class Torture(nn.Module):
@@ -57,6 +58,7 @@ def dataset(n: int = 240) -> torch.utils.data.TensorDataset:
 def main() -> None:
     """Train `steps` steps in all and print the result of rank 0."""
     directory, steps, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else 1
+    reduce.BUCKET_BYTES = 4000  # several buckets, so that gradients leave while backward still computes
     torch.manual_seed(seed)
     model = Torture()
     wide = [model.wide]
@@ -78,15 +80,22 @@ def main() -> None:
         units=units,
     )
     rank = int(os.environ.get("RANK", "0"))
-    losses = []
-    for batch in run:
-        time.sleep(float(os.environ.get("TORTURE_SLEEP", "0")))
-        for micro in batch:
-            x, y, scale = micro.data
-            micro.backward(F.cross_entropy(run.model(x, scale), y))
-        if run.step(clip_grad_norm=1.0):
-            ema.update_parameters(model)
-            losses.append(run.loss.hex())
+    losses: list[str] = []
+    leave_at = int(os.environ.get("TORTURE_LEAVE", "0"))
+    while True:
+        for batch in run:
+            time.sleep(float(os.environ.get("TORTURE_SLEEP", "0")))
+            for micro in batch:
+                x, y, scale = micro.data
+                micro.backward(F.cross_entropy(run.model(x, scale), y))
+            if batch.step == leave_at:
+                break
+            if run.step(clip_grad_norm=1.0):
+                ema.update_parameters(model)
+                losses.append(run.loss.hex())
+        else:
+            break
+        leave_at = 0
     info = unbroken.open(directory).steps()[-1]
     if rank == 0:
         print(json.dumps({"root": info.root, "step": info.step, "completed": run.completed, "losses": losses}))

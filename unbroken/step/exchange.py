@@ -6,6 +6,7 @@ failure at once instead of waiting for a timeout, and all can build the next one
 
 from __future__ import annotations
 
+import copy
 import datetime
 from collections import Counter
 from typing import Any
@@ -27,6 +28,13 @@ class ExchangeFailed(RuntimeError):
     """A collective did not complete on this rank. It proves nothing about what others saw."""
 
 
+class _Connection:
+    """A process group until somebody drops it, for all who hold this."""
+
+    def __init__(self, group: Any = None) -> None:
+        self.group = group
+
+
 class Exchange:
     """Collectives among all ranks of the run; at world size 1 they are copies.
 
@@ -37,7 +45,11 @@ class Exchange:
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
         self.device = device
-        self._group: Any = None
+        self._connection = _Connection()
+
+    def as_connected(self) -> Exchange:
+        """The same, but bound to the group of this moment: what was begun over one group must not go on over the next."""
+        return copy.copy(self)
 
     def connect(self, name: str) -> None:
         """Build the group called `name`; every rank must use the same names in the same order."""
@@ -50,24 +62,24 @@ class Exchange:
             if self.device.type == "cuda":
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = timeout
-                self._group = dist.ProcessGroupNCCL(store, self.rank, self.world_size, options)
+                self._connection = _Connection(dist.ProcessGroupNCCL(store, self.rank, self.world_size, options))
             else:
-                self._group = dist.ProcessGroupGloo(store, self.rank, self.world_size, timeout)
+                self._connection = _Connection(dist.ProcessGroupGloo(store, self.rank, self.world_size, timeout))
         except RuntimeError as error:
             raise ExchangeFailed(f"could not connect {self.world_size} ranks: {error}") from error
 
     def abandon(self) -> None:
         """Drop the group. Peers that wait in a collective with us fail at once."""
-        if self._group is not None and hasattr(self._group, "abort") and self.device.type == "cuda":
-            self._group.abort()
-        self._group = None
+        if self._connection.group is not None and self.device.type == "cuda":
+            self._connection.group.abort()
+        self._connection.group = None
 
     def scatter(self, frames: torch.Tensor, sent: list[int], received: list[int], out: torch.Tensor | None = None) -> torch.Tensor:
         """All-to-all of uint8: `sent[d]` bytes go to rank d, `received[s]` come from rank s, in rank order, into `out` if given."""
         if self.world_size == 1:
             return frames
         out = torch.empty(sum(received), dtype=torch.uint8, device=frames.device) if out is None else out
-        self._wait("exchange.scatter", lambda: self._group.alltoall_base(out, frames, received, sent))
+        self._wait("exchange.scatter", lambda group: group.alltoall_base(out, frames, received, sent))
         return out
 
     def gather(self, part: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -75,7 +87,7 @@ class Exchange:
         if self.world_size == 1:
             return part
         out = torch.empty(part.numel() * self.world_size, dtype=part.dtype, device=part.device) if out is None else out
-        self._wait("exchange.gather", lambda: self._group._allgather_base(out, part))
+        self._wait("exchange.gather", lambda group: group._allgather_base(out, part))
         return out
 
     def share(self, value: Any, as_type: Any) -> list[Any]:
@@ -90,11 +102,11 @@ class Exchange:
         return [msgspec.json.decode(bytes(parts[r, : sizes[r]].numpy()), type=as_type) for r in range(self.world_size)]
 
     def _wait(self, name: str, start: Any) -> None:
-        if self._group is None:
+        if self._connection.group is None:
             raise ExchangeFailed("the ranks are not connected")
         try:
             failpoint(name)
-            start().wait()
+            start(self._connection.group).wait()
         except RuntimeError as error:
             raise ExchangeFailed(str(error)) from error
 

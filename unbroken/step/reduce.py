@@ -3,10 +3,11 @@
     g = tree_sum(g_u) / (sum(w_u) / N)          g_u: gradient of (w_u / N) * loss_u,  N: samples of a full step
 
 A rank keeps each unit's gradients as backward made them and adds tree neighbours at once, so that it holds at most log2 U + 1 sums; in
-a full step the division is by one and left out. At world size 1 nothing is copied. Else one step takes two collectives: every rank
-receives the others' partial sums of *its* slice of all tensors, walks the rest of the tree on it, and the finished slices are gathered.
-The facts of the step (losses, weights, sample digests, signals, buffers' new integer values) ride in the first. Bytes on the wire:
-2 (W-1)/W of the gradient, as in a ring.
+a full step the division is by one and left out. At world size 1 nothing is copied. Else the tensors travel in buckets, each with two
+collectives: every rank receives the others' partial sums of *its* slice, walks the rest of the tree on it, and the finished slices are
+gathered. On CPU a bucket leaves while backward of the rank's last unit still computes the next one; the facts of the step (losses,
+weights, sample digests, signals, buffers' new integer values) ride in the last. Bytes on the wire: 2 (W-1)/W of the gradient, as in a
+ring.
 
 Sums are made in float32 for half types, else in the gradient's own type. A unit without gradient for a parameter counts as +0.0; if no
 unit had one, `.grad` stays None.
@@ -15,20 +16,19 @@ unit had one, `.grad` stays None.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 import torch
-from msgspec import Struct
+from msgspec import Struct, structs
 
-from unbroken.order.tree import Node, cover, merge
-from unbroken.order.units import blocks
-from unbroken.step.exchange import Exchange
-
-_ALIGN = 64
-
-Sums = list[torch.Tensor | None]
-"""A sum over some units, per tensor; None where none of them had a value."""
+from unbroken.core.limits import COLLECTIVE_TIMEOUT_S
+from unbroken.step.bucket import BUCKET_BYTES, Arrived, Bucket, Shares, same_bits, split
+from unbroken.step.exchange import Exchange, ExchangeFailed
+from unbroken.step.flat import ALIGN, FlatLayout, Sums
+from unbroken.step.lane import Lane
 
 
 class UnitFacts(Struct, frozen=True, array_like=True):
@@ -50,12 +50,16 @@ class Flags(Struct, frozen=True, array_like=True):
 
 
 class RankFacts(Struct, frozen=True, array_like=True):
-    """What one rank tells all others in a step's payload. `integers` are raw new values of integer buffers, "" if it had no unit."""
+    """What one rank tells all others in a step's payload. `integers` are raw new values of integer buffers, "" if it had no unit.
+
+    `late`: a gradient was added to after its bucket had left, so that nobody may use this attempt.
+    """
 
     units: tuple[UnitFacts, ...]
     flags: Flags = Flags()
     present: bytes = b""
     integers: bytes = b""
+    late: bool = False
 
 
 @dataclass
@@ -74,224 +78,168 @@ class Reduced:
         return sorted((u for rank in self.facts for u in rank.units), key=lambda u: u.unit)
 
 
-def sum_type(dtype: torch.dtype) -> torch.dtype:
-    """The type in which gradients of this type are summed."""
-    return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
-
-
-class _Flat:
-    """One sum type's part of a list of tensors, seen as one vector; a missing tensor is zeros."""
-
-    def __init__(self, starts: list[int], values: list[torch.Tensor | None], ends: list[int]) -> None:
-        self._parts = list(zip(starts, ends, values, strict=True))
-
-    def write(self, out: torch.Tensor, start: int) -> None:
-        """Copy elements [start, start + len(out)); what lies beyond the last tensor is zero."""
-        stop, filled = start + out.numel(), start
-        targets, sources = [], []
-        for first, last, value in self._parts:
-            a, b = max(first, start), min(last, stop)
-            if a >= b:
-                continue
-            filled = b
-            if value is None:
-                out[a - start : b - start].zero_()
-            else:
-                targets.append(out[a - start : b - start])
-                sources.append(value.reshape(-1)[a - first : b - first])
-        if targets:
-            torch._foreach_copy_(targets, sources)
-        out[max(filled, start) - start :].zero_()
-
-
-class FlatLayout:
-    """Where each tensor lies in the flat vector of its sum type; the same at every world size. Sizes in elements."""
-
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self.tensors = list(tensors)
-        self.types: list[torch.dtype] = []
-        self.places: list[tuple[int, int]] = []
-        self.sizes: list[int] = []
-        for tensor in self.tensors:
-            dtype = sum_type(tensor.dtype)
-            if dtype.is_complex or not dtype.is_floating_point:
-                raise TypeError(f"gradients of type {tensor.dtype} cannot be reduced in order; use torch.view_as_real parameters")
-            if dtype not in self.types:
-                self.types.append(dtype)
-                self.sizes.append(0)
-            group = self.types.index(dtype)
-            self.places.append((group, self.sizes[group]))
-            self.sizes[group] += tensor.numel()
-
-    def padded(self, world_size: int) -> list[int]:
-        """Elements of each flat vector, rounded up so that it splits into equal slices."""
-        step = world_size * _ALIGN
-        return [(size + step - 1) // step * step for size in self.sizes]
-
-    def flat(self, values: Sums) -> list[_Flat]:
-        """For each sum type the values of its tensors as one vector."""
-        found = []
-        for group in range(len(self.types)):
-            members = [i for i, (g, _) in enumerate(self.places) if g == group]
-            starts = [self.places[i][1] for i in members]
-            ends = [start + self.tensors[i].numel() for start, i in zip(starts, members, strict=True)]
-            found.append(_Flat(starts, [values[i] for i in members], ends))
-        return found
-
-    def view(self, flats: Sequence[torch.Tensor], index: int) -> torch.Tensor:
-        """The part of `flats` that belongs to tensor number `index`, in its shape."""
-        group, start = self.places[index]
-        tensor = self.tensors[index]
-        return flats[group][start : start + tensor.numel()].view(tensor.shape)
-
-
 class OrderedReduction:
     """Collects the units' gradients (and float buffers) of one step and adds them in unit order.
 
-    Memory: at most log2 U + 1 sums per aligned block; with several ranks also three wire buffers, kept from step to step, because
-    fresh pages are several times slower to write than used ones.
+    tensors: what is reduced, of which the first `num_early` are parameters; their buckets may leave before `reduce` (`start`). Memory: at
+    most log2 U + 1 sums per aligned block, and with several ranks the buckets' wire buffers.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], num_units: int, exchange: Exchange, integer_bytes: int = 0) -> None:
-        self.layout = FlatLayout(tensors)
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        num_units: int,
+        exchange: Exchange,
+        integer_bytes: int = 0,
+        *,
+        num_early: int | None = None,
+        bucket_bytes: int | None = None,
+    ) -> None:
+        self.tensors = list(tensors)
         self.num_units = num_units
         self._exchange = exchange
-        self._blocks = blocks(num_units, exchange.world_size)
-        self._covers = [cover(b, num_units) if len(b) else [] for b in self._blocks]
-        self._slices = [size // exchange.world_size for size in self.layout.padded(exchange.world_size)]
-        self._nodes: dict[Node, Sums] = {}
-        self._present = bytearray(len(self.layout.tensors))
-        self._head_bytes = _head_bytes(max(map(len, self._blocks)), len(self.layout.tensors), integer_bytes)
-        self._wire: dict[str, torch.Tensor] = {}
+        shares = Shares(num_units, exchange.world_size)
+        self._most_nodes = max(map(len, shares.covers))
+        head_bytes = _head_bytes(max(map(len, shares.blocks)), len(self.tensors), integer_bytes)
+        groups = _groups(
+            self.tensors, len(self.tensors) if num_early is None else num_early, bucket_bytes or BUCKET_BYTES, exchange.world_size
+        )
+        self.buckets = [Bucket(group, self.tensors, shares, exchange, head_bytes * (group is groups[-1])) for group in groups]
+        self._head_bytes = head_bytes
+        self._present = bytearray(len(self.tensors))
+        self._lane: Lane | None = None
+        self._started = 0
+        self._differs = False
+        self._leaving: list[tuple[list[Sums], Future[Arrived]]] = []
 
     @property
     def buffers_bytes(self) -> int:
         """Most bytes that the partial sums of a rank and its wire buffers can take."""
-        size = sum(n * t.itemsize for n, t in zip(self.layout.sizes, self.layout.types, strict=True))
-        most = max(map(len, self._covers))
-        sums = size * (most + self.num_units.bit_length())
-        if self._exchange.world_size == 1:
-            return sums
-        world_size = self._exchange.world_size
-        wire = self._slice_bytes * (most * world_size + sum(map(len, self._covers)) + world_size) + 2 * world_size * self._head_bytes
-        return sums + wire
+        sums = sum(bucket.layout.size_bytes for bucket in self.buckets) * (self._most_nodes + self.num_units.bit_length())
+        return sums + sum(bucket.wire_bytes for bucket in self.buckets)
 
     @property
     def present(self) -> bytes:
         """One byte per tensor: 1 if any of this rank's units had a value for it."""
         return bytes(self._present)
 
+    @property
+    def num_started(self) -> int:
+        """So many buckets of this attempt are complete and on their way."""
+        return self._started
+
     def reset(self) -> None:
-        """Forget the units of an attempt."""
-        self._nodes.clear()
-        self._present = bytearray(len(self.layout.tensors))
+        """Forget the units of an attempt. What has left stays: the same units, computed again, have the same gradients."""
+        for bucket in self.buckets:
+            bucket.nodes.clear()
+        self._present = bytearray(len(self.tensors))
+        self._started, self._differs = 0, False
+
+    def close(self) -> None:
+        """Let the thread of the collectives go. Idempotent."""
+        self._forget()
 
     @torch.no_grad()
     def add(self, unit: int, values: Sequence[torch.Tensor | None]) -> None:
         """Take one unit's values over, None for a tensor that it has none of, and add finished neighbours.
 
-        The tensors are ours from here on and are written. Cost: nothing for a unit that waits for its neighbour, else one addition.
+        Values of buckets that have left are not looked at. Cost: nothing for a unit that waits for its neighbour, else one addition.
         """
-        for index, value in enumerate(values):
-            self._present[index] |= value is not None
-        self._nodes[Node(0, unit)] = [None if v is None else v.to(sum_type(v.dtype)) for v in values]
-        self._nodes = merge(self._nodes, _add, self.num_units)
+        for bucket in self.buckets[self._started :]:
+            self._add(bucket, unit, [values[index] for index in bucket.indices])
+
+    @torch.no_grad()
+    def start(self, unit: int, values: Sequence[torch.Tensor | None]) -> None:
+        """The next bucket's values of this rank's last unit: it is complete and leaves."""
+        bucket = self.buckets[self._started]
+        assert bucket is not self.buckets[-1], "the last bucket carries the step's facts"
+        self._add(bucket, unit, values)
+        self._send(bucket)
 
     @torch.no_grad()
     def reduce(self, facts: RankFacts) -> Reduced:
         """One collective phase: sums in unit order. Raises ExchangeFailed; the sums collected here are not changed then.
 
-        Cost: one copy into the frames, an all-to-all and an all-gather of the gradient, log2 W additions of a slice; at world size 1
+        Cost: per bucket one copy into the frames, an all-to-all and an all-gather of it, log2 W additions of a slice; at world size 1
         nothing.
         """
-        exchange = self._exchange
-        frames, sent = self._pack(facts)
-        received = [self._head_bytes + len(nodes) * self._slice_bytes for nodes in self._covers]
-        if exchange.world_size == 1:
-            told = [_unframe(exchange.scatter(frames, sent, sent)[: self._head_bytes])]
-            (sums,) = self._nodes.values()
-        else:
-            arrived = torch.split(exchange.scatter(frames, sent, received, self._buffer("arrived", sum(received))), received)
-            told = [_unframe(part[: self._head_bytes]) for part in arrived]
-            sums = self._gather(arrived)
-        present = [any(rank.present[i] for rank in told) for i in range(len(self.layout.tensors))]
-        return Reduced(
-            facts=told,
-            total_weight=sum(unit.weight for rank in told for unit in rank.units),
-            sums=[value if is_present else None for value, is_present in zip(sums, present, strict=True)],
-        )
+        for bucket in self.buckets[self._started : -1]:
+            self._send(bucket)
+        facts = structs.replace(facts, late=facts.late or self._differs)
+        head = _frame(facts, self._head_bytes, self._exchange.device)
+        if self._exchange.world_size == 1:
+            told, (bucket,) = self._exchange.scatter(head, [self._head_bytes], [self._head_bytes]), self.buckets
+            return self._result([told], [Arrived([], bucket.complete()[0])])
+        self._send(self.buckets[-1], head)
+        try:
+            arrived = [_outcome(future) for _, future in self._leaving]
+        except ExchangeFailed:
+            self._forget()
+            raise
+        self._leaving.clear()
+        self._started = 0
+        reduced = self._result(arrived[-1].heads, arrived)
+        if any(rank.late for rank in reduced.facts):
+            raise ExchangeFailed("a gradient has changed after it had been sent")
+        return reduced
 
-    @property
-    def _slice_bytes(self) -> int:
-        return sum(n * t.itemsize for n, t in zip(self._slices, self.layout.types, strict=True))
+    def _add(self, bucket: Bucket, unit: int, values: Sequence[torch.Tensor | None]) -> None:
+        for index, value in zip(bucket.indices, values, strict=True):
+            self._present[index] |= value is not None
+        bucket.add(unit, list(values))
 
-    def _buffer(self, name: str, size_bytes: int) -> torch.Tensor:
-        if name not in self._wire:
-            self._wire[name] = torch.zeros(size_bytes, dtype=torch.uint8, device=self._exchange.device)
-        assert self._wire[name].numel() == size_bytes
-        return self._wire[name]
+    def _send(self, bucket: Bucket, head: torch.Tensor | None = None) -> None:
+        """This bucket is complete. If it has left in an attempt that was given up, it must be the same now."""
+        mine, number = bucket.complete(), self._started
+        self._started += 1
+        if number < len(self._leaving):
+            self._differs = self._differs or not same_bits(self._leaving[number][0], mine)
+            return
+        work = partial(bucket.exchange, self._exchange.as_connected(), mine, head)
+        if self._exchange.device.type == "cpu":
+            self._lane = self._lane or Lane()
+            self._leaving.append((mine, self._lane.submit(work)))
+        else:  # the streams of an accelerator keep the order by themselves
+            done: Future[Arrived] = Future()
+            done.set_result(work())
+            self._leaving.append((mine, done))
 
-    def _pack(self, facts: RankFacts) -> tuple[torch.Tensor, list[int]]:
-        """Frames for all destinations, one after the other: the facts, then each partial sum's slice for that destination; their sizes."""
-        head, world_size = _frame(facts, self._head_bytes, self._exchange.device), self._exchange.world_size
-        if world_size == 1:
-            return head, [self._head_bytes]
-        mine = [self.layout.flat(self._nodes[node]) for node in self._covers[self._exchange.rank]]
-        size = self._head_bytes + len(mine) * self._slice_bytes
-        frames = self._buffer("frames", size * world_size)
-        for destination, frame in enumerate(torch.split(frames, size)):
-            frame[: self._head_bytes].copy_(head)
-            offset = self._head_bytes
-            for flats in mine:
-                for group, count in enumerate(self._slices):
-                    end = offset + count * self.layout.types[group].itemsize
-                    flats[group].write(frame[offset:end].view(self.layout.types[group]), destination * count)
-                    offset = end
-        return frames, [size] * world_size
+    def _forget(self) -> None:
+        """What is under way belongs to nobody any more: its thread ends when its collective does, the next attempt gets another."""
+        if self._lane is not None:
+            self._lane.abandon()
+            self._lane = None
+        self._leaving.clear()
+        self._started = 0
 
-    def _gather(self, arrived: Sequence[torch.Tensor]) -> Sums:
-        """The rest of the tree on this rank's slice of everybody's partial sums, then all finished slices."""
-        nodes: dict[Node, Sums] = {}
-        for cover_nodes, part in zip(self._covers, arrived, strict=True):
-            offset = self._head_bytes
-            for node in cover_nodes:
-                slices: Sums = []
-                for count, dtype in zip(self._slices, self.layout.types, strict=True):
-                    slices.append(part[offset : offset + count * dtype.itemsize].view(dtype))
-                    offset += count * dtype.itemsize
-                nodes[node] = slices
-        done = merge(nodes, _add, self.num_units)
-        assert len(done) == 1, f"the tree did not close: {sorted(done)}"
-        world_size, flats = self._exchange.world_size, []
-        for group, part_sum in enumerate(next(iter(done.values()))):
-            assert part_sum is not None
-            out = self._buffer(f"sums {group}", part_sum.nbytes * world_size).view(part_sum.dtype)
-            flats.append(self._exchange.gather(part_sum, out))
-        return [self.layout.view(flats, index) for index in range(len(self.layout.tensors))]
+    def _result(self, heads: Sequence[torch.Tensor], arrived: Sequence[Arrived]) -> Reduced:
+        told = [_unframe(part) for part in heads]
+        sums: Sums = [None] * len(self.tensors)
+        for bucket, (_, values) in zip(self.buckets, arrived, strict=True):
+            for index, value in zip(bucket.indices, values, strict=True):
+                sums[index] = value if any(rank.present[index] for rank in told) else None
+        return Reduced(facts=told, total_weight=sum(unit.weight for rank in told for unit in rank.units), sums=sums)
 
 
-def _add(left: Sums, right: Sums) -> Sums:
-    """left + right, in the memory of either; None counts as +0.0, so that who has no value does not matter."""
-    ours: list[torch.Tensor] = []
-    theirs: list[torch.Tensor] = []
-    alone: list[torch.Tensor] = []
-    for a, b in zip(left, right, strict=True):
-        if a is not None and b is not None:
-            ours.append(a)
-            theirs.append(b)
-        elif a is not None or b is not None:
-            alone.append(a if a is not None else b)  # type: ignore[arg-type]
-    if ours:
-        torch._foreach_add_(ours, theirs)
-    if alone:
-        torch._foreach_add_(alone, 0.0)  # -0.0 becomes +0.0, as in the sum with a zero
-    return [b if a is None else a for a, b in zip(left, right, strict=True)]
+def _groups(tensors: Sequence[torch.Tensor], num_early: int, bucket_bytes: int, world_size: int) -> list[list[int]]:
+    """Which tensors travel together; what cannot leave early goes with the last."""
+    FlatLayout(tensors)  # refuses what cannot be summed
+    if world_size == 1:
+        return [list(range(len(tensors)))]
+    groups = split(tensors[:num_early], bucket_bytes)
+    groups[-1] += range(num_early, len(tensors))
+    return groups
+
+
+def _outcome(future: Future[Arrived]) -> Arrived:
+    """Wait for a bucket; its two collectives have timeouts of their own, which come first."""
+    return future.result(timeout=3 * COLLECTIVE_TIMEOUT_S)
 
 
 def _head_bytes(most_units: int, num_tensors: int, integer_bytes: int) -> int:
     """Room for one rank's facts, the same on every rank: what the largest block can need."""
     size = 256 + 160 * most_units + num_tensors + integer_bytes
-    return (size + _ALIGN - 1) // _ALIGN * _ALIGN
+    return (size + ALIGN - 1) // ALIGN * ALIGN
 
 
 def _frame(facts: RankFacts, size_bytes: int, device: torch.device) -> torch.Tensor:

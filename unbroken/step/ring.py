@@ -57,7 +57,7 @@ class RingUpdate(Update):
     def start_unit(self) -> None:
         """Buffers are DDP's business."""
 
-    def backward(self, loss: torch.Tensor, weight: int) -> None:
+    def backward(self, loss: torch.Tensor, weight: int, last_unit: int | None = None) -> None:
         """As in a plain loop: DDP averages over ranks by itself."""
         scaled(self._stack.parts.scaler, loss).backward()  # type: ignore[no-untyped-call]
 

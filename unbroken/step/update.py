@@ -18,9 +18,11 @@ from unbroken.capture.stack import Stack
 from unbroken.codec.digest import text_digest
 from unbroken.core.ports import failpoint
 from unbroken.order.tree import Node, merge
+from unbroken.step.early import EarlyStart
 from unbroken.step.exchange import Exchange
+from unbroken.step.flat import sum_type
 from unbroken.step.live_buffers import LiveBuffers
-from unbroken.step.reduce import Flags, OrderedReduction, RankFacts, Reduced, UnitFacts, sum_type
+from unbroken.step.reduce import Flags, OrderedReduction, RankFacts, Reduced, UnitFacts
 
 
 @dataclass(frozen=True)
@@ -59,8 +61,9 @@ class _Unit:
 class Update:
     """Holds one step's gradients until they are applied.
 
-    Cost in the step path: an addition of gradients per unit but the first, the collectives of `OrderedReduction.reduce`; nothing is
-    copied into `.grad`. Float buffers travel with the gradients. On accelerators the losses and facts are read once per step.
+    Cost in the step path: an addition of gradients per unit but the first, the collectives of `OrderedReduction.reduce`, on CPU beside
+    backward of the last unit; nothing is copied into `.grad`. Float buffers travel with the gradients. On accelerators the losses and
+    facts are read once per step.
     `full_weight`: samples of a full step (default: one per unit).
     """
 
@@ -72,7 +75,11 @@ class Update:
         self._full_weight = full_weight or num_units
         self._exchange = exchange
         integer_bytes = sum(b.numel() * b.element_size() for b in self._buffers.integers)
-        self.reduction = OrderedReduction([*self._parameters, *self._buffers.floats], num_units, exchange, integer_bytes)
+        tensors = [*self._parameters, *self._buffers.floats]
+        self.reduction = OrderedReduction(tensors, num_units, exchange, integer_bytes, num_early=len(self._parameters))
+        early = [bucket.indices for bucket in self.reduction.buckets[:-1]] if exchange.device.type == "cpu" else []
+        self._early = EarlyStart(self._parameters, early, self._leave)
+        self._last_unit = -1
         self.collected: list[_Unit] = []
         self._ran = {id(o): False for o in stack.parts.optimizers.values()}
         self._applying = [False]  # the hooks hold this and `_ran`, not us: an optimizer may outlive the run
@@ -88,6 +95,8 @@ class Update:
         """Leave the user's objects as they were found. Idempotent."""
         while self._undone:
             self._undone.pop()()
+        self._early.close()
+        self.reduction.close()
 
     def _silence(self, model: DistributedDataParallel) -> None:
         """Ordered reduction is ours: DDP's own, bucket-wise one must stay silent, and buffers follow the units."""
@@ -117,10 +126,26 @@ class Update:
         self._buffers.rewind()
         self._clear_gradients()
 
-    def backward(self, loss: torch.Tensor, weight: int) -> None:
-        """Backward of a unit's mean loss, scaled to its share of a full step: the sum over units is the gradient then, undivided."""
+    def backward(self, loss: torch.Tensor, weight: int, last_unit: int | None = None) -> None:
+        """Backward of a unit's mean loss, scaled to its share of a full step: the sum over units is the gradient then, undivided.
+
+        last_unit: the unit's number if it is this rank's last one, so that gradients may leave as soon as they are made.
+        """
         share = weight / self._full_weight
-        scaled(self._stack.parts.scaler, loss if share == 1.0 else loss * share).backward()  # type: ignore[no-untyped-call]
+        loss = scaled(self._stack.parts.scaler, loss if share == 1.0 else loss * share)
+        if last_unit is None:
+            loss.backward()  # type: ignore[no-untyped-call]
+            return
+        self._last_unit = last_unit
+        with self._early.watch():
+            loss.backward()  # type: ignore[no-untyped-call]
+
+    def _leave(self, bucket: int) -> None:
+        """All gradients of this bucket are there: they need not wait for the end of backward."""
+        parameters = [self._parameters[index] for index in self.reduction.buckets[bucket].indices]
+        self.reduction.start(self._last_unit, [_dense(parameter.grad) for parameter in parameters])
+        for parameter in parameters:
+            parameter.grad = None
 
     @torch.no_grad()
     def finish_unit(self, unit: int, digest: str, weight: int, loss: torch.Tensor | None) -> None:
@@ -162,7 +187,10 @@ class Update:
                 raw = b"".join(tensor_bytes(b) for b in u.integers or ())
                 digest = text_digest(raw)[:32]
             units.append(UnitFacts(u.unit, u.digest, u.weight, bits(loss), digest))
-        facts = RankFacts(units=tuple(units), flags=flags, present=bytes(present), integers=raw)
+        late = self._early.was_late
+        if late:
+            self._early.stop()
+        facts = RankFacts(units=tuple(units), flags=flags, present=bytes(present), integers=raw, late=late)
         return self.reduction.reduce(facts)
 
     def _read_facts(self) -> list[tuple[float, list[bool]]]:

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from tests.rigs.thread_exchange import all_ranks, bits_of
 from unbroken.order.units import blocks
 from unbroken.step.exchange import Exchange, ExchangeFailed
-from unbroken.step.reduce import Flags, FlatLayout, OrderedReduction, RankFacts, Reduced, UnitFacts, sum_type
+from unbroken.step.flat import FlatLayout, sum_type
+from unbroken.step.reduce import Flags, OrderedReduction, RankFacts, Reduced, UnitFacts
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -82,7 +83,7 @@ def reduce_step(reduction: OrderedReduction, step: Step, block: range) -> Reduce
 
 def results(reduction: OrderedReduction, reduced: Reduced) -> list[torch.Tensor]:
     """Each tensor's own result, copied out of memory that is used again; zeros where there is none."""
-    like = reduction.layout.tensors
+    like = reduction.tensors
     return [torch.zeros(t.shape, dtype=sum_type(t.dtype)) if s is None else s.clone() for t, s in zip(like, reduced.sums, strict=True)]
 
 
@@ -165,7 +166,7 @@ def test_the_padding_behind_the_last_tensor_is_zero_whatever_lay_beside_it() -> 
         for fill in (float("inf"), float("nan"), 1.0):
             step = Step([2] * 4, [[torch.full((5,), fill)] for _ in range(4)])
             reduce_step(reduction, step, blocks(4, 2)[exchange.rank])
-            assert bits_of([reduction._wire["sums 0"].view(torch.float32)[5:]]) == bits_of([torch.zeros(123)])
+            assert bits_of([reduction.buckets[0]._wire["sums 0"].view(torch.float32)[5:]]) == bits_of([torch.zeros(123)])
 
     all_ranks(2, rank)
 
@@ -217,8 +218,9 @@ def test_a_rank_holds_only_logarithmically_many_sums(num_units: int, world_size:
         reduction = OrderedReduction(like, num_units, exchange)
         for unit in block:
             reduction.add(unit, [torch.ones(100), torch.ones(10, dtype=torch.float64)])
-            assert sum(value.nbytes for sums in reduction._nodes.values() for value in sums if value is not None) <= reduction.buffers_bytes
-            assert len(reduction._nodes) <= 2 * num_units.bit_length() + 1
+            nodes = reduction.buckets[0].nodes
+            assert sum(value.nbytes for sums in nodes.values() for value in sums if value is not None) <= reduction.buffers_bytes
+            assert len(nodes) <= 2 * num_units.bit_length() + 1
 
 
 def test_tensors_keep_their_place_at_every_world_size() -> None:
