@@ -64,22 +64,23 @@ class ThreadExchange(Exchange):
 
     def scatter(self, frames: torch.Tensor, sent: list[int], received: list[int], out: torch.Tensor | None = None) -> torch.Tensor:
         assert frames.dtype == torch.uint8 and frames.numel() == sum(sent), "what is sent is what was announced"
-        arrived = [theirs[self.rank] for theirs in self._swap(torch.split(frames, sent))]
+        arrived = self._swap(torch.split(frames, sent), lambda theirs: theirs[self.rank].clone())
         assert [part.numel() for part in arrived] == received, "what arrives is what was expected"
         return torch.cat(arrived) if out is None else torch.cat(arrived, out=out)
 
     def gather(self, part: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        parts = self._swap(part)
+        parts = self._swap(part, torch.Tensor.clone)
         assert len({(p.dtype, p.numel()) for p in parts}) == 1, "all parts are equally long"
         return torch.cat(parts) if out is None else torch.cat(parts, out=out)
 
-    def _swap(self, mine: Any) -> list[Any]:
+    def _swap(self, mine: Any, take: Callable[[Any], torch.Tensor]) -> list[torch.Tensor]:
+        """What `take` makes of everybody's; nobody goes on, and writes to what it gave, before all have taken."""
         if self._meeting is None:
             raise ExchangeFailed("the ranks are not connected")
         try:
             self._meeting.boxes[self.rank] = mine
             self._meeting.barrier.wait()
-            found = list(self._meeting.boxes)
+            found = [take(box) for box in self._meeting.boxes]
             self._meeting.barrier.wait()
         except threading.BrokenBarrierError as error:
             raise ExchangeFailed("a rank has gone, or did not come") from error

@@ -38,8 +38,8 @@ class Shares:
 class Bucket:
     """`indices` tell where its tensors stand among all; `head_bytes`: room for what each rank tells the others besides.
 
-    Memory: the partial sums; with several ranks three wire buffers, kept from step to step, because fresh pages are several times
-    slower to write than used ones.
+    Memory: the partial sums until they are packed; with several ranks the frames of the others, an own one, what arrives and the
+    results, kept from step to step, because fresh pages are several times slower to write than used ones.
     """
 
     def __init__(
@@ -52,41 +52,74 @@ class Bucket:
         self._exchange = exchange
         self._head_bytes = head_bytes
         self._slices = [size // exchange.world_size for size in self.layout.padded(exchange.world_size)]
-        self._wire: dict[str, torch.Tensor] = {}
+        self._slice_bytes = sum(n * t.itemsize for n, t in zip(self._slices, self.layout.types, strict=True))
+        self._frame_bytes = [head_bytes + len(nodes) * self._slice_bytes for nodes in shares.covers]
+        self._packed: set[tuple[int, int]] = set()
+        self.renew()
 
     @property
     def wire_bytes(self) -> int:
         """Bytes of the wire buffers on the rank with the most."""
-        world_size, covers = self._exchange.world_size, self._shares.covers
+        world_size = self._exchange.world_size
         if world_size == 1:
             return 0
-        most = max(map(len, covers))
-        return self._slice_bytes * (most * world_size + sum(map(len, covers)) + world_size) + 2 * world_size * self._head_bytes
+        return max(self._frame_bytes) * world_size + sum(self._frame_bytes) + self._slice_bytes * world_size
+
+    def renew(self) -> None:
+        """Use other memory from here on: a collective that failed may still write to the old one."""
+        self._wire: dict[str, torch.Tensor] = {}
+        self._regions: dict[tuple[int, int], list[tuple[torch.Tensor, int, int]]] = {}
+
+    def reset(self) -> None:
+        """Forget the units of an attempt."""
+        self.nodes.clear()
+        self._packed.clear()
 
     def add(self, unit: int, values: Sums) -> None:
         """Take one unit's values over and add finished neighbours. They are ours from here on and are written."""
-        self.nodes[Node(0, unit)] = [None if v is None else v.to(self.layout.types[self.layout.places[i][0]]) for i, v in enumerate(values)]
+        places = self.layout.places
+        self.nodes[Node(0, unit)] = [None if v is None else v.to(self.layout.types[places[i][0]]) for i, v in enumerate(values)]
         self.nodes = merge(self.nodes, _add, self._shares.num_units)
 
-    def complete(self) -> list[Sums]:
-        """The sums that stand for all of this rank's units, in unit order; at world size 1 one, over all units."""
-        return [self.nodes[node] for node in self._shares.covers[self._exchange.rank]]
+    def whole(self) -> Sums:
+        """At world size 1: the sums over all units."""
+        (sums,) = self.nodes.values()
+        return sums
+
+    def put(self, position: int, node: int, value: torch.Tensor | None) -> None:
+        """Write one tensor's sum over the rank's cover node number `node` into the frames; None is +0.0. Cost: one copy of it."""
+        self._packed.add((position, node))
+        flat = None if value is None else value.reshape(-1)
+        for target, start, stop in self._targets(position, node):
+            if flat is None:
+                target.zero_()
+            else:
+                target.copy_(flat[start:stop])
+
+    def pack(self) -> None:
+        """Write all that is not in the frames yet, and let the sums go."""
+        for number, node in enumerate(self._shares.covers[self._exchange.rank]):
+            for position, value in enumerate(self.nodes[node]):
+                if (position, number) not in self._packed:
+                    self.put(position, number, value)
+        self.nodes.clear()
 
     @torch.no_grad()
-    def exchange(self, over: Exchange, mine: Sequence[Sums], head: torch.Tensor | None = None) -> Arrived:
-        """Send these partial sums, walk the rest of the tree on this rank's slice, gather the finished slices.
+    def exchange(self, over: Exchange, head: torch.Tensor | None = None) -> Arrived:
+        """Send the frames, walk the rest of the tree on this rank's slice, gather the finished slices. Raises ExchangeFailed.
 
-        Raises ExchangeFailed; the partial sums are not changed. Cost: one copy into the frames, an all-to-all and an all-gather of
-        the bucket, log2 W additions of a slice.
+        Cost: an all-to-all and an all-gather of the bucket, log2 W additions of a slice.
         """
-        frames, sent = self._pack(mine, head)
-        received = [self._head_bytes + len(nodes) * self._slice_bytes for nodes in self._shares.covers]
-        arrived = torch.split(over.scatter(frames, sent, received, self._buffer("arrived", sum(received))), received)
-        return Arrived([part[: self._head_bytes] for part in arrived], self._gather(over, arrived))
-
-    @property
-    def _slice_bytes(self) -> int:
-        return sum(n * t.itemsize for n, t in zip(self._slices, self.layout.types, strict=True))
+        rank, sizes = over.rank, self._frame_bytes
+        if head is not None:
+            for destination in range(over.world_size):
+                self._frame(destination)[: self._head_bytes].copy_(head)
+        sent = [sizes[rank] * (destination != rank) for destination in range(over.world_size)]
+        received = [size * (source != rank) for source, size in enumerate(sizes)]
+        frames, arrived = self._buffer("frames", sum(sent)), self._buffer("arrived", sum(received))
+        parts = list(torch.split(over.scatter(frames, sent, received, arrived), received))
+        parts[rank] = self._frame(rank)
+        return Arrived([part[: self._head_bytes] for part in parts], self._gather(over, parts))
 
     def _buffer(self, name: str, size_bytes: int) -> torch.Tensor:
         if name not in self._wire:
@@ -94,22 +127,30 @@ class Bucket:
         assert self._wire[name].numel() == size_bytes
         return self._wire[name]
 
-    def _pack(self, sums: Sequence[Sums], head: torch.Tensor | None) -> tuple[torch.Tensor, list[int]]:
-        """Frames for all destinations, one after the other: the head, then each partial sum's slice for that destination; their sizes."""
-        world_size = self._exchange.world_size
-        mine = [self.layout.flat(values) for values in sums]
-        size = self._head_bytes + len(mine) * self._slice_bytes
-        frames = self._buffer("frames", size * world_size)
-        for destination, frame in enumerate(torch.split(frames, size) if size else ()):
-            if head is not None:
-                frame[: self._head_bytes].copy_(head)
-            offset = self._head_bytes
-            for flats in mine:
-                for group, count in enumerate(self._slices):
-                    end = offset + count * self.layout.types[group].itemsize
-                    flats[group].write(frame[offset:end].view(self.layout.types[group]), destination * count)
-                    offset = end
-        return frames, [size] * world_size
+    def _frame(self, destination: int) -> torch.Tensor:
+        """What goes to this rank; our own part stays where it is."""
+        rank, world_size = self._exchange.rank, self._exchange.world_size
+        size = self._frame_bytes[rank]
+        if destination == rank:
+            return self._buffer("own", size)
+        start = (destination - (destination > rank)) * size
+        return self._buffer("frames", size * (world_size - 1))[start : start + size]
+
+    def _targets(self, position: int, node: int) -> list[tuple[torch.Tensor, int, int]]:
+        """Where in the frames a tensor's elements [start, stop) lie."""
+        key = (position, node)
+        if key not in self._regions:
+            group = self.layout.places[position][0]
+            dtype = self.layout.types[group]
+            before = sum(n * t.itemsize for n, t in zip(self._slices[:group], self.layout.types, strict=False))
+            base = self._head_bytes + node * self._slice_bytes + before
+            found = []
+            for destination, offset, start, stop in self.layout.regions(position, self._slices):
+                first = base + offset * dtype.itemsize
+                target = self._frame(destination)[first : first + (stop - start) * dtype.itemsize].view(dtype)
+                found.append((target, start, stop))
+            self._regions[key] = found
+        return self._regions[key]
 
     def _gather(self, over: Exchange, arrived: Sequence[torch.Tensor]) -> Sums:
         """The rest of the tree on this rank's slice of everybody's partial sums, then all finished slices."""
@@ -124,10 +165,10 @@ class Bucket:
                 nodes[node] = slices
         done = merge(nodes, _add, self._shares.num_units)
         assert len(done) == 1, f"the tree did not close: {sorted(done)}"
-        world_size, flats = self._exchange.world_size, []
+        flats = []
         for group, part_sum in enumerate(next(iter(done.values()))):
             assert part_sum is not None
-            out = self._buffer(f"sums {group}", part_sum.nbytes * world_size).view(part_sum.dtype)
+            out = self._buffer(f"sums {group}", part_sum.nbytes * over.world_size).view(part_sum.dtype)
             flats.append(over.gather(part_sum, out))
         return [self.layout.view(flats, index) for index in range(len(self.layout.tensors))]
 
@@ -148,16 +189,6 @@ def _add(left: Sums, right: Sums) -> Sums:
     if alone:
         torch._foreach_add_(alone, 0.0)  # -0.0 becomes +0.0, as in the sum with a zero
     return [b if a is None else a for a, b in zip(left, right, strict=True)]
-
-
-def same_bits(left: Sequence[Sums], right: Sequence[Sums]) -> bool:
-    """Are these the same sums, NaN and -0.0 included?"""
-    pairs = [pair for a, b in zip(left, right, strict=True) for pair in zip(a, b, strict=True)]
-    return all(a is b or (a is not None and b is not None and torch.equal(_bytes(a), _bytes(b))) for a, b in pairs)
-
-
-def _bytes(value: torch.Tensor) -> torch.Tensor:
-    return value.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def split(tensors: Sequence[torch.Tensor], limit_bytes: int) -> list[list[int]]:

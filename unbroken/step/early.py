@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,16 +13,25 @@ import torch
 class EarlyStart:
     """Watches the gradients of a rank's last unit and starts each bucket, in order, when its last gradient has been accumulated.
 
-    Cost: a Python call per parameter and backward, about 1 us. A parameter with hooks of the user's own, which may still change its
-    gradient, holds its bucket back until the end of backward; so does one that gets no gradient.
+    take(index): called with each gradient that is final, if given; start(bucket): the bucket is complete. Cost: a Python call per
+    parameter and backward, about 1 us. A parameter with hooks of the user's own, which may still change its gradient, holds its bucket
+    back until the end of backward; so does one that gets no gradient.
     """
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], buckets: Sequence[Sequence[int]], start: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        buckets: Sequence[Sequence[int]],
+        start: Callable[[int], None],
+        take: Callable[[int], None] | None = None,
+    ) -> None:
         self._parameters = parameters
         self._buckets = buckets
         self._start = start
+        self._take = take
         self._bucket_of = {index: number for number, bucket in enumerate(buckets) for index in bucket}
         self._hooks: dict[int, Any] = {}
+        self._foreign: set[int] = set()
         self._missing: list[set[int]] | None = None
         self._next = 0
         self.was_late = False
@@ -34,13 +44,9 @@ class EarlyStart:
             return
         self._missing = [{index for index in bucket if self._parameters[index].requires_grad} for bucket in self._buckets]
         self._next, self.was_late = 0, False
+        self._foreign.clear()
         for index in self._bucket_of:
-            parameter = self._parameters[index]
-            if index not in self._hooks and parameter.requires_grad:
-                self._hooks[index] = parameter.register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]
-            others = parameter._post_accumulate_grad_hooks
-            if others is not None and len(others) > (index in self._hooks):
-                self._missing[self._bucket_of[index]].add(-1)  # never complete
+            self._hook(index)
         try:
             yield
         finally:
@@ -57,18 +63,25 @@ class EarlyStart:
         while self._hooks:
             self._hooks.popitem()[1].remove()
 
-    def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
-        number = self._bucket_of[index]
+    def _hook(self, index: int) -> None:
+        parameter = self._parameters[index]
+        if index not in self._hooks and parameter.requires_grad:
+            hook = partial(self._accumulated, index, self._bucket_of[index])
+            self._hooks[index] = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        if len(parameter._post_accumulate_grad_hooks or ()) > (index in self._hooks):
+            self._foreign.add(index)
 
-        def accumulated(_: torch.Tensor) -> None:
-            missing = self._missing
-            if missing is None:
-                return
-            if number < self._next:
-                self.was_late = True  # a second backward inside this one, as re-entrant activation checkpoints run it
-            missing[number].discard(index)
-            while self._next < len(missing) and not missing[self._next]:
-                self._next += 1
-                self._start(self._next - 1)
-
-        return accumulated
+    def _accumulated(self, index: int, bucket: int, _: torch.Tensor) -> None:
+        missing = self._missing
+        if missing is None or index in self._foreign:
+            return
+        if index not in missing[bucket]:
+            # a second backward inside this one, as re-entrant activation checkpoints run it
+            self.was_late = self.was_late or self._take is not None or bucket < self._next
+            return
+        missing[bucket].remove(index)
+        if self._take is not None:
+            self._take(index)
+        while self._next < len(missing) and not missing[self._next]:
+            self._next += 1
+            self._start(self._next - 1)

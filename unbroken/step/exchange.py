@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import datetime
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -79,7 +80,7 @@ class Exchange:
         if self.world_size == 1:
             return frames
         out = torch.empty(sum(received), dtype=torch.uint8, device=frames.device) if out is None else out
-        self._wait("exchange.scatter", lambda group: group.alltoall_base(out, frames, received, sent))
+        self._wait("exchange.scatter", lambda group: [group.alltoall_base(out, frames, received, sent)])
         return out
 
     def gather(self, part: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -87,8 +88,21 @@ class Exchange:
         if self.world_size == 1:
             return part
         out = torch.empty(part.numel() * self.world_size, dtype=part.dtype, device=part.device) if out is None else out
-        self._wait("exchange.gather", lambda group: group._allgather_base(out, part))
+        self._wait("exchange.gather", lambda group: self._start_gather(group, part, out))
         return out
+
+    def _start_gather(self, group: Any, part: torch.Tensor, out: torch.Tensor) -> list[Any]:
+        """On Gloo from rank to rank: its own all-gather goes through two more copies of everything (5 times the processor time)."""
+        if self.device.type == "cuda":
+            return [group._allgather_base(out, part)]
+        parts = list(torch.chunk(out, self.world_size)) if part.numel() else []
+        works = []
+        for distance in range(1, len(parts)):
+            to, source = (self.rank + distance) % self.world_size, (self.rank - distance) % self.world_size
+            works += [group.recv([parts[source]], source, distance), group.send([part], to, distance)]
+        if parts:
+            parts[self.rank].copy_(part)
+        return works
 
     def share(self, value: Any, as_type: Any) -> list[Any]:
         """Every rank's JSON-able `value`, in rank order. For start and recovery, not for the step path."""
@@ -101,12 +115,13 @@ class Exchange:
         parts = self.gather(padded.to(self.device)).cpu().view(self.world_size, -1)
         return [msgspec.json.decode(bytes(parts[r, : sizes[r]].numpy()), type=as_type) for r in range(self.world_size)]
 
-    def _wait(self, name: str, start: Any) -> None:
+    def _wait(self, name: str, start: Callable[[Any], list[Any]]) -> None:
         if self._connection.group is None:
             raise ExchangeFailed("the ranks are not connected")
         try:
             failpoint(name)
-            start(self._connection.group).wait()
+            for work in start(self._connection.group):
+                work.wait()
         except RuntimeError as error:
             raise ExchangeFailed(str(error)) from error
 

@@ -18,31 +18,6 @@ def sum_type(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
 
 
-class _Flat:
-    """One sum type's part of a list of tensors, seen as one vector; a missing tensor is zeros."""
-
-    def __init__(self, starts: list[int], values: list[torch.Tensor | None], ends: list[int]) -> None:
-        self._parts = list(zip(starts, ends, values, strict=True))
-
-    def write(self, out: torch.Tensor, start: int) -> None:
-        """Copy elements [start, start + len(out)); what lies beyond the last tensor is zero."""
-        stop, filled = start + out.numel(), start
-        targets, sources = [], []
-        for first, last, value in self._parts:
-            a, b = max(first, start), min(last, stop)
-            if a >= b:
-                continue
-            filled = b
-            if value is None:
-                out[a - start : b - start].zero_()
-            else:
-                targets.append(out[a - start : b - start])
-                sources.append(value.reshape(-1)[a - first : b - first])
-        if targets:
-            torch._foreach_copy_(targets, sources)
-        out[max(filled, start) - start :].zero_()
-
-
 class FlatLayout:
     """Where each tensor lies in the flat vector of its sum type; the same at every world size. Sizes in elements."""
 
@@ -72,14 +47,16 @@ class FlatLayout:
         step = world_size * ALIGN
         return [(size + step - 1) // step * step for size in self.sizes]
 
-    def flat(self, values: Sums) -> list[_Flat]:
-        """For each sum type the values of its tensors as one vector."""
-        found = []
-        for group in range(len(self.types)):
-            members = [i for i, (g, _) in enumerate(self.places) if g == group]
-            starts = [self.places[i][1] for i in members]
-            ends = [start + self.tensors[i].numel() for start, i in zip(starts, members, strict=True)]
-            found.append(_Flat(starts, [values[i] for i in members], ends))
+    def regions(self, index: int, slice_sizes: Sequence[int]) -> list[tuple[int, int, int, int]]:
+        """Where tensor number `index` lies when each vector is cut into slices: (slice, offset in it, first and end element of its own)."""
+        group, start = self.places[index]
+        size, end, found = slice_sizes[group], start + self.tensors[index].numel(), []
+        at = start
+        while at < end:
+            number = at // size
+            stop = min(end, (number + 1) * size)
+            found.append((number, at - number * size, at - start, stop - start))
+            at = stop
         return found
 
     def view(self, flats: Sequence[torch.Tensor], index: int) -> torch.Tensor:

@@ -25,7 +25,7 @@ import torch
 from msgspec import Struct, structs
 
 from unbroken.core.limits import COLLECTIVE_TIMEOUT_S
-from unbroken.step.bucket import BUCKET_BYTES, Arrived, Bucket, Shares, same_bits, split
+from unbroken.step.bucket import BUCKET_BYTES, Arrived, Bucket, Shares, split
 from unbroken.step.exchange import Exchange, ExchangeFailed
 from unbroken.step.flat import ALIGN, FlatLayout, Sums
 from unbroken.step.lane import Lane
@@ -109,8 +109,8 @@ class OrderedReduction:
         self._present = bytearray(len(self.tensors))
         self._lane: Lane | None = None
         self._started = 0
-        self._differs = False
-        self._leaving: list[tuple[list[Sums], Future[Arrived]]] = []
+        self._is_stale = False
+        self._leaving: list[Future[Arrived]] = []
 
     @property
     def buffers_bytes(self) -> int:
@@ -129,11 +129,11 @@ class OrderedReduction:
         return self._started
 
     def reset(self) -> None:
-        """Forget the units of an attempt. What has left stays: the same units, computed again, have the same gradients."""
+        """Forget the units of an attempt. What has left cannot be called back: then nobody may use the next attempt either."""
         for bucket in self.buckets:
-            bucket.nodes.clear()
+            bucket.reset()
         self._present = bytearray(len(self.tensors))
-        self._started, self._differs = 0, False
+        self._started, self._is_stale = 0, bool(self._leaving)
 
     def close(self) -> None:
         """Let the thread of the collectives go. Idempotent."""
@@ -149,8 +149,15 @@ class OrderedReduction:
             self._add(bucket, unit, [values[index] for index in bucket.indices])
 
     @torch.no_grad()
+    def put(self, bucket: int, position: int, value: torch.Tensor) -> None:
+        """The gradient of a rank that has one unit only needs no sum: it goes into the frames at once. Cost: one copy of it."""
+        self._present[self.buckets[bucket].indices[position]] = 1
+        if bucket >= len(self._leaving):
+            self.buckets[bucket].put(position, 0, value)
+
+    @torch.no_grad()
     def start(self, unit: int, values: Sequence[torch.Tensor | None]) -> None:
-        """The next bucket's values of this rank's last unit: it is complete and leaves."""
+        """The next bucket's values of this rank's last unit, None for what was `put`: it is complete and leaves."""
         bucket = self.buckets[self._started]
         assert bucket is not self.buckets[-1], "the last bucket carries the step's facts"
         self._add(bucket, unit, values)
@@ -158,21 +165,21 @@ class OrderedReduction:
 
     @torch.no_grad()
     def reduce(self, facts: RankFacts) -> Reduced:
-        """One collective phase: sums in unit order. Raises ExchangeFailed; the sums collected here are not changed then.
+        """One collective phase: sums in unit order. Raises ExchangeFailed; the attempt must be made again from its units then.
 
         Cost: per bucket one copy into the frames, an all-to-all and an all-gather of it, log2 W additions of a slice; at world size 1
         nothing.
         """
         for bucket in self.buckets[self._started : -1]:
             self._send(bucket)
-        facts = structs.replace(facts, late=facts.late or self._differs)
+        facts = structs.replace(facts, late=facts.late or self._is_stale)
         head = _frame(facts, self._head_bytes, self._exchange.device)
         if self._exchange.world_size == 1:
             told, (bucket,) = self._exchange.scatter(head, [self._head_bytes], [self._head_bytes]), self.buckets
-            return self._result([told], [Arrived([], bucket.complete()[0])])
+            return self._result([told], [Arrived([], bucket.whole())])
         self._send(self.buckets[-1], head)
         try:
-            arrived = [_outcome(future) for _, future in self._leaving]
+            arrived = [_outcome(future) for future in self._leaving]
         except ExchangeFailed:
             self._forget()
             raise
@@ -180,7 +187,7 @@ class OrderedReduction:
         self._started = 0
         reduced = self._result(arrived[-1].heads, arrived)
         if any(rank.late for rank in reduced.facts):
-            raise ExchangeFailed("a gradient has changed after it had been sent")
+            raise ExchangeFailed("gradients had been sent that are not this attempt's")
         return reduced
 
     def _add(self, bucket: Bucket, unit: int, values: Sequence[torch.Tensor | None]) -> None:
@@ -189,26 +196,26 @@ class OrderedReduction:
         bucket.add(unit, list(values))
 
     def _send(self, bucket: Bucket, head: torch.Tensor | None = None) -> None:
-        """This bucket is complete. If it has left in an attempt that was given up, it must be the same now."""
-        mine, number = bucket.complete(), self._started
         self._started += 1
-        if number < len(self._leaving):
-            self._differs = self._differs or not same_bits(self._leaving[number][0], mine)
+        if self._started <= len(self._leaving):  # it left in an attempt that was given up
             return
-        work = partial(bucket.exchange, self._exchange.as_connected(), mine, head)
+        bucket.pack()
+        work = partial(bucket.exchange, self._exchange.as_connected(), head)
         if self._exchange.device.type == "cpu":
             self._lane = self._lane or Lane()
-            self._leaving.append((mine, self._lane.submit(work)))
+            self._leaving.append(self._lane.submit(work))
         else:  # the streams of an accelerator keep the order by themselves
             done: Future[Arrived] = Future()
             done.set_result(work())
-            self._leaving.append((mine, done))
+            self._leaving.append(done)
 
     def _forget(self) -> None:
         """What is under way belongs to nobody any more: its thread ends when its collective does, the next attempt gets another."""
         if self._lane is not None:
             self._lane.abandon()
             self._lane = None
+        for bucket in self.buckets:
+            bucket.renew()
         self._leaving.clear()
         self._started = 0
 

@@ -18,6 +18,7 @@ from unbroken.capture.stack import Stack
 from unbroken.codec.digest import text_digest
 from unbroken.core.ports import failpoint
 from unbroken.order.tree import Node, merge
+from unbroken.order.units import blocks
 from unbroken.step.early import EarlyStart
 from unbroken.step.exchange import Exchange
 from unbroken.step.flat import sum_type
@@ -78,7 +79,9 @@ class Update:
         tensors = [*self._parameters, *self._buffers.floats]
         self.reduction = OrderedReduction(tensors, num_units, exchange, integer_bytes, num_early=len(self._parameters))
         early = [bucket.indices for bucket in self.reduction.buckets[:-1]] if exchange.device.type == "cpu" else []
-        self._early = EarlyStart(self._parameters, early, self._leave)
+        is_alone = len(blocks(num_units, exchange.world_size)[exchange.rank]) == 1
+        self._early = EarlyStart(self._parameters, early, self._leave, self._take if is_alone else None)
+        self._place = {index: (number, place) for number, group in enumerate(early) for place, index in enumerate(group)}
         self._last_unit = -1
         self.collected: list[_Unit] = []
         self._ran = {id(o): False for o in stack.parts.optimizers.values()}
@@ -139,6 +142,14 @@ class Update:
         self._last_unit = last_unit
         with self._early.watch():
             loss.backward()  # type: ignore[no-untyped-call]
+
+    def _take(self, index: int) -> None:
+        """This gradient is final: it is packed while it is still in the cache, and its memory is free for the next one."""
+        parameter = self._parameters[index]
+        gradient = _dense(parameter.grad)
+        assert gradient is not None
+        self.reduction.put(*self._place[index], gradient)
+        parameter.grad = None
 
     def _leave(self, bucket: int) -> None:
         """All gradients of this bucket are there: they need not wait for the end of backward."""
