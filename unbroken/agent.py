@@ -29,6 +29,7 @@ from unbroken.daemon.board import Board
 from unbroken.daemon.drain import Outcome
 from unbroken.daemon.folder import RunFolder
 from unbroken.daemon.verdict import Decision, Refusals
+from unbroken.daemon.watchdog import Watchdog
 from unbroken.shm.channel import address, listen
 from unbroken.shm.place import PlaceLock
 from unbroken.shm.server import Client, Server
@@ -61,6 +62,7 @@ class Daemon:
         self._folder = RunFolder(directory, clock, nonces)
         self._board = Board(self._folder, self._drained, self._tell)
         self._refusals = Refusals()
+        self._watchdog = Watchdog(self._board, self._folder, clock)
         self._notes: deque[m.Note] = deque(maxlen=MAX_NOTES)
         self._failures: deque[str] = deque(maxlen=MAX_FAILURES)
         self._outcomes: deque[Outcome] = deque()
@@ -77,7 +79,8 @@ class Daemon:
             m.Journal: self._journal,
             m.Refuse: self._refuse,
             m.Status: self._status,
-            m.Note: self._note,
+            m.Note: lambda client, note: self._notes.append(note),
+            m.Watch: self._watchdog.answer,
         }
 
     def run(self) -> int:
@@ -90,6 +93,7 @@ class Daemon:
         while not self._is_over():
             self._server.turn(self._patience_s())
             self._keep_place()
+            self._watchdog.look()
             self._grow()
             while self._outcomes:
                 self._board.drained(self._outcomes.popleft())
@@ -130,7 +134,7 @@ class Daemon:
         if self._growing:
             return 0.0
         hurry = self._ending_since is not None or self._lonely_since is not None or self._refusals.deadline_s is not None
-        return SHORT_TICK_S if hurry else TICK_S
+        return SHORT_TICK_S if hurry else min(TICK_S, self._watchdog.patience_s)
 
     def _is_over(self) -> bool:
         now = self._clock.monotonic()
@@ -190,6 +194,7 @@ class Daemon:
 
     def _gone(self, client: Client) -> None:
         if client.rank >= 0:
+            self._watchdog.left(client.rank)
             self._pass_verdict(self._refusals.left(client.rank))
             self._board.settle()
 
@@ -318,10 +323,7 @@ class Daemon:
     def _status(self, client: Client, message: m.Status) -> None:
         members = sorted(c.rank for c in self._server if c.rank >= 0)
         facts = {"pid": os.getpid(), "directory": self._directory, "members": members, "failures": list(self._failures)}
-        client.send(m.StatusReply(phase=self._board.phase, facts=facts | self._board.facts()))
-
-    def _note(self, client: Client, message: m.Note) -> None:
-        self._notes.append(message)
+        client.send(m.StatusReply(phase=self._board.phase, facts=facts | {"hang": self._watchdog.facts} | self._board.facts()))
 
     def _only_workers(self, client: Client) -> None:
         if client.rank < 0:

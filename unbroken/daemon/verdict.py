@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import NamedTuple
 
+from unbroken.core.limits import VERDICT_TIMEOUT_S
 from unbroken.core.messages import Refuse, Verdict
-
-VERDICT_TIMEOUT_S = 30.0
-"""Members that have not spoken by then are hanging or have applied the step."""
 
 MAX_REASON_CHARS = 300
 """Of one rank's reason: those of all ranks stand in one journal line."""
