@@ -81,6 +81,7 @@ class Daemon:
             m.Status: self._status,
             m.Note: lambda client, note: self._notes.append(note),
             m.Watch: self._watchdog.answer,
+            m.Leaving: self._leaving,
         }
 
     def run(self) -> int:
@@ -195,7 +196,7 @@ class Daemon:
     def _gone(self, client: Client) -> None:
         if client.rank >= 0:
             self._watchdog.left(client.rank)
-            self._pass_verdict(self._refusals.left(client.rank))
+            self._leaving(client, None)
             self._board.settle()
 
     def _tell(self, message: m.Message) -> None:
@@ -238,7 +239,7 @@ class Daemon:
     # Answers
 
     def _begin(self, client: Client, message: m.Begin) -> None:
-        self._only_rank_0(client)
+        only_rank_0(client)
         if self._folder.changed():
             say("the run folder was removed or replaced: what memory holds of it is forgotten")
             self._board.forget()
@@ -247,14 +248,14 @@ class Daemon:
         client.send(plan)
 
     def _bad(self, client: Client, message: m.Bad) -> None:
-        self._only_rank_0(client)
+        only_rank_0(client)
         cut = self._folder.planned_cut()
         if cut is not None and (cut.step, cut.generation) == (message.step, message.stored_generation):
             self._board.drop(cut)
         client.send(self._folder.bad(message, self._board.cuts()))
 
     def _opened(self, client: Client, message: m.Opened) -> None:
-        self._only_rank_0(client)
+        only_rank_0(client)
         journal = self._folder.opened(message)
         journal.add([_event(note, message.step) for note in self._notes])
         self._notes.clear()
@@ -263,7 +264,7 @@ class Daemon:
         client.send(m.Opened(**{**_fields(message), "entry": journal.generation}))
 
     def _need_slots(self, client: Client, message: m.NeedSlots) -> None:
-        self._only_workers(client)
+        only_workers(client)
         self._growing.append((client, message, self._board.table.grow(client.rank, message.size_bytes, message.num)))
 
     def _grow(self) -> None:
@@ -290,12 +291,12 @@ class Daemon:
         self._server.send(client, m.Slots(sizes=tuple(slot.size_bytes for slot in slots)), [slot.fd for slot in slots])
 
     def _old_slots(self, client: Client, message: m.OldSlots) -> None:
-        self._only_workers(client)
+        only_workers(client)
         slots = self._board.table.find(message.slots)
         client.send(m.Slots(sizes=tuple(slot.size_bytes for slot in slots)), [slot.fd for slot in slots])
 
     def _ready(self, client: Client, message: m.Ready) -> None:
-        self._only_workers(client)
+        only_workers(client)
         self._current(message.generation)
         if message.rank != client.rank:
             raise UnbrokenError(f"rank {client.rank} cannot speak for rank {message.rank}")
@@ -304,7 +305,7 @@ class Daemon:
         self._board.settle()
 
     def _journal(self, client: Client, message: m.Journal) -> None:
-        self._only_rank_0(client)
+        only_rank_0(client)
         self._current(message.generation)
         self._board.journal(message.records)
         for record in message.records:
@@ -313,25 +314,24 @@ class Daemon:
         self._board.settle()
 
     def _refuse(self, client: Client, message: m.Refuse) -> None:
-        self._only_workers(client)
+        only_workers(client)
         self._current(message.generation)
         if message.rank != client.rank:
             raise UnbrokenError(f"rank {client.rank} cannot speak for rank {message.rank}")
         members = {c.rank for c in self._server if c.rank >= 0}
         self._pass_verdict(self._refusals.refuse(message, members, self._board.world_size, self._clock.monotonic()))
 
+    def _leaving(self, client: Client, message: m.Leaving | None) -> None:
+        """An error ends a rank, or it has gone already (None)."""
+        why = message.text if message is not None else ""
+        if client.rank >= 0:
+            self._board.left(client.rank, why)
+            self._pass_verdict(self._refusals.left(client.rank, why))
+
     def _status(self, client: Client, message: m.Status) -> None:
         members = sorted(c.rank for c in self._server if c.rank >= 0)
         facts = {"pid": os.getpid(), "directory": self._directory, "members": members, "failures": list(self._failures)}
         client.send(m.StatusReply(phase=self._board.phase, facts=facts | {"hang": self._watchdog.facts} | self._board.facts()))
-
-    def _only_workers(self, client: Client) -> None:
-        if client.rank < 0:
-            raise UnbrokenError("only workers may ask this")
-
-    def _only_rank_0(self, client: Client) -> None:
-        if client.rank != 0:
-            raise UnbrokenError("only rank 0 may ask this")
 
     def _current(self, generation: int) -> None:
         if generation != self._board.generation:
@@ -347,6 +347,18 @@ class Daemon:
             client = self._server.worker(rank)
             if client is not None:
                 self._server.send(client, verdict)
+
+
+def only_workers(client: Client) -> None:
+    """UnbrokenError for anybody else."""
+    if client.rank < 0:
+        raise UnbrokenError("only workers may ask this")
+
+
+def only_rank_0(client: Client) -> None:
+    """UnbrokenError for anybody else."""
+    if client.rank != 0:
+        raise UnbrokenError("only rank 0 may ask this")
 
 
 def say(text: str) -> None:

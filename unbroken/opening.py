@@ -75,6 +75,11 @@ class Opening:
             self.link.close()
         self.exchange.abandon()
 
+    def leave(self, error: BaseException) -> None:
+        """An error ends this rank: the others learn it, and whoever waits in a collective with us fails at once."""
+        self.link.leave(error)
+        self.exchange.abandon()
+
     def open(self) -> tuple[Plan, Counters]:
         """The plan that held, and what was counted so far."""
         join_world(self.device)
@@ -84,7 +89,7 @@ class Opening:
             require_fixed_buckets(self.stack.parts.models, self.exchange.world_size)
         # several runs in one process (a notebook) must not meet each other's addresses in the store
         self.exchange.connect(f"start/{environment('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_openings)}")
-        self.stack.collect({}, {}, {})  # what cannot be stored is refused before anything is made
+        together(self.exchange, lambda: self.stack.collect({}, {}, {}))  # what cannot be stored is refused before anything is made
         self.start = Start(
             directory=self.directory,
             tier=DiskTier(self.directory),
@@ -100,7 +105,8 @@ class Opening:
         self._sheet = self._fact_sheet(plan)
         if plan.source != "fresh":
             self.start.compare(self.start.stored, self.facts())
-        self.start.open(self.link, plan, [*self.pieces(self.start.counters), *self.facts()])
+        pieces = together(self.exchange, lambda: [*self.pieces(self.start.counters), *self.facts()])
+        self.start.open(self.link, plan, pieces)
         tell_launcher(self.directory)
         self.watching.start(self.link)
         self.moments["rollback"] = self.clock.monotonic()

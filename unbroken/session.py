@@ -177,7 +177,11 @@ class Run:
 
     def _at_exit(self) -> None:
         """The script ended inside or after its loop without close(). With several ranks, who knows whether all did: wait, but not long."""
-        if getattr(sys, "last_value", None) is None and os.getpid() == self._owner:
+        if os.getpid() != self._owner:
+            return
+        if error := getattr(sys, "last_value", None):
+            self._opening.leave(error)
+        else:
             self._exchange.abandon()
             self._close(DRAIN_TIMEOUT_S if self._exchange.world_size == 1 else EXIT_TIMEOUT_S)
 
@@ -208,6 +212,9 @@ class Run:
                 self._stepping.end()
                 if self._stepping.was_applied:
                     self._boundary()
+        except Exception as error:  # raised again: the others must not wait for this rank, nor go on without it
+            self._opening.leave(error)
+            raise
         finally:
             self._looping = False
             self._pulse.mark(Phase.OUTSIDE)

@@ -1,7 +1,8 @@
 """A tiny run in which a rank hangs, is slow, or fails in a way that a test asks for. Prints the root of its last checkpoint.
 
 argv: folder, steps. Environment: HANG is a JSON object: `how` (a name below), `rank`, `places` with the step from which
-each strikes, `timeout` (of Run), `seconds`. A place strikes once per folder.
+each strikes, `timeout` (of Run), `seconds`, `wait`: each step is saved aloud, `blind`: this rank finds no packs on disk. A place strikes
+once per folder. When an error ends a rank, the moment is left in FOLDER.raised.RANK.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 
 import unbroken
 from tests.rigs.tiny_run import Tiny, loss_of, samples
+from unbroken.store.tiers.disk import DiskTier
 
 RANK = int(os.environ.get("RANK", "0"))
 ASKED: dict[str, Any] = json.loads(os.environ.get("HANG", "{}"))
@@ -119,7 +121,7 @@ def main() -> None:
     torch.manual_seed(3)
     model = Tiny()
     strike = HANGS.get(ASKED.get("how", ""), fail)
-    slow = Slow(lambda: strike() if is_struck("save", mark) else None)
+    slow = Slow(lambda: strike() if is_struck("start", mark) or is_struck("save", mark) else None)
     workers = int(os.environ.get("WORKERS", "0"))
     run = unbroken.Run(
         directory,
@@ -144,9 +146,30 @@ def main() -> None:
                 strike()
         if is_struck("body", mark):
             strike()
+        if ASKED.get("wait"):
+            run.save(wait=True)
     if RANK == 0:
         print(json.dumps({"root": unbroken.open(directory).steps()[-1].root, "completed": run.completed}))
 
 
+def go_blind(mark: Path) -> None:
+    """From now on every pack is missing for this process."""
+    read = DiskTier.read
+
+    def without_packs(tier: DiskTier, path: str, *place: Any) -> bytes:
+        if path.startswith("packs/"):
+            mark.write_text(f"{time.monotonic()}")
+            raise FileNotFoundError(2, "No such file or directory", path)
+        return read(tier, path, *place)
+
+    DiskTier.read = without_packs  # type: ignore[method-assign,assignment]
+
+
 if __name__ == "__main__":
-    main()
+    if ASKED.get("blind") == RANK:
+        go_blind(Path(f"{sys.argv[1]}.struck.{RANK}.load"))
+    try:
+        main()
+    except Exception:
+        Path(f"{sys.argv[1]}.raised.{RANK}").write_text(f"{time.monotonic()}")
+        raise

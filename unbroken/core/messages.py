@@ -159,6 +159,12 @@ class Verdict(Struct, frozen=True, kw_only=True, tag="verdict"):
     reason: str
 
 
+class Leaving(Struct, frozen=True, kw_only=True, tag="leaving"):
+    """This rank ends because of an error, which the others are told when they miss it."""
+
+    text: str
+
+
 class Committed(Struct, frozen=True, kw_only=True, tag="committed"):
     """The checkpoint (step, generation) is visible and durable."""
 
@@ -229,6 +235,7 @@ Message = (
     | Journal
     | Refuse
     | Verdict
+    | Leaving
     | Committed
     | Failed
     | Status

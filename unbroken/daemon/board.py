@@ -121,6 +121,16 @@ class Board:
         if len(self._announced) > MAX_FATES:
             self._announced.discard(min(self._announced))
 
+    def left(self, rank: int, why: str) -> None:
+        """A rank has gone: snapshots of the generation in progress that others have announced and it has not never become whole."""
+        for stamp in sorted(self._announced):
+            step, generation, milestone = stamp
+            if generation == self.generation and stamp not in self._fates and rank in self.table.missing(generation, step, self.world_size):
+                self._set_fate(stamp, "failed")
+                self._announced.discard(stamp)
+                text = f"rank {rank} is gone before its part was whole" + (f": {why}" if why else "")
+                self._tell(Failed(step=step, generation=generation, milestone=milestone, text=text))
+
     def journal(self, records: Sequence[Record]) -> None:
         """Append to the journal of the generation in progress."""
         assert self._current is not None
