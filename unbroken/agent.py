@@ -197,7 +197,6 @@ class Daemon:
         if client.rank >= 0:
             self._watchdog.left(client.rank)
             self._leaving(client, None)
-            self._board.settle()
 
     def _tell(self, message: m.Message) -> None:
         """To all workers."""
@@ -325,8 +324,8 @@ class Daemon:
         """An error ends a rank, or it has gone already (None)."""
         why = message.text if message is not None else ""
         if client.rank >= 0:
-            self._board.left(client.rank, why)
             self._pass_verdict(self._refusals.left(client.rank, why))
+            self._board.settle(gone=(client.rank, why))
 
     def _status(self, client: Client, message: m.Status) -> None:
         members = sorted(c.rank for c in self._server if c.rank >= 0)

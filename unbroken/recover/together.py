@@ -33,8 +33,6 @@ def together(exchange: Exchange, action: Callable[[], T]) -> T:
         outcome = _Outcome(kind=type(error).__name__, text=str(error)[:MAX_DESCRIPTION_CHARS], code=code)
     outcomes = exchange.share(outcome, _Outcome)
     if failure is not None:
-        if exchange.world_size > 1:
-            failure.add_note(f"on rank {exchange.rank}; all ranks end")
         raise failure
     for rank, other in enumerate(outcomes):
         if other.kind:
