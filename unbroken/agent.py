@@ -32,7 +32,7 @@ from unbroken.daemon.verdict import Decision, Refusals
 from unbroken.daemon.watchdog import Watchdog
 from unbroken.shm.channel import address, listen
 from unbroken.shm.place import PlaceLock
-from unbroken.shm.server import Client, Server
+from unbroken.shm.server import MAX_CLIENTS, Client, Server
 from unbroken.shm.slots import Slot
 
 MAX_NOTES = 256
@@ -264,6 +264,8 @@ class Daemon:
 
     def _need_slots(self, client: Client, message: m.NeedSlots) -> None:
         only_workers(client)
+        if len(self._growing) >= MAX_CLIENTS:
+            raise UnbrokenError("too many ranks wait for memory: ask again later")
         self._growing.append((client, message, self._board.table.grow(client.rank, message.size_bytes, message.num)))
 
     def _grow(self) -> None:

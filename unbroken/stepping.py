@@ -101,10 +101,9 @@ class Stepping:
         done, due = len(self._update.collected), len(self._cursor.block)
         if done != due:
             raise RuntimeError(f"run.step() after {done} of {due} units: iterate over the whole batch")
-        self._pulse.mark(Phase.COLLECTIVE)
         failpoint("step.reduce")
         try:
-            reduced = self._update.reduce(self._keeping.flags(stop))
+            reduced = self._update.reduce(self._keeping.flags(stop), lambda: self._pulse.mark(Phase.COLLECTIVE))
         except ExchangeFailed as error:
             self._outcome = False
             with self._pulse.within(Phase.VERDICT):

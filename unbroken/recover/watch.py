@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
+from unbroken.core.errors import UnbrokenError
 from unbroken.core.messages import Watch, Watched
 from unbroken.core.os import heed_watchdog, ignore_watchdog
 from unbroken.core.ports import Clock, environment
@@ -29,7 +30,11 @@ class Watching:
         if self._hang_timeout is None or hasattr(sys, "ps1") or "IPython" in sys.modules:
             return
         timeout_s = self._hang_timeout if isinstance(self._hang_timeout, float) else None
-        _, fds = link.ask(Watch(timeout_s=timeout_s, aloud=not environment("UNBROKEN_LAUNCH_FILE")), Watched)
+        try:
+            _, fds = link.ask(Watch(timeout_s=timeout_s, aloud=not environment("UNBROKEN_LAUNCH_FILE")), Watched)
+        except UnbrokenError as error:  # safe: training needs no watchdog
+            print(f"unbroken: nobody watches this rank for hangs: {error}", file=sys.stderr)
+            return
         self._fd = fds[0]
         self.pulse.attach(self._fd)
         heed_watchdog(self._fd)

@@ -148,6 +148,6 @@ def test_B39_a_confused_rank_does_not_harm_the_reader(page: PulsePage, value: fl
 
 
 def test_a_step_costs_microseconds(pulse: Pulse) -> None:
-    """The docstring's 3 us, with room for a busy machine."""
+    """The docstring's 5.5 us, with room for a busy machine."""
     best_s = min(timeit.repeat(lambda: step(pulse, 1, 0.0), number=200, repeat=20)) / 200
     assert best_s < 30e-6
