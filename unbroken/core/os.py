@@ -282,11 +282,16 @@ def process_facts(pid: int) -> ProcessFacts:
         return ProcessFacts("", 0, 0)
 
 
-def say_for(pid: int, text: str) -> None:
-    """Write to another process's standard error, where its user looks; without waiting, and without an error if that cannot be."""
-    with contextlib.suppress(OSError):
-        fd = os.open(f"/proc/{pid}/fd/2", os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
-        try:
-            os.write(fd, text.encode(errors="replace"))
-        finally:
-            os.close(fd)
+def say_for(pids: Sequence[int], text: str) -> None:
+    """Write to other processes' standard error, where their user looks, once where several share it. Never waits, never fails."""
+    said = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            fd = os.open(f"/proc/{pid}/fd/2", os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+            try:
+                found = os.fstat(fd)
+                if (found.st_dev, found.st_ino) not in said:
+                    said.add((found.st_dev, found.st_ino))
+                    os.write(fd, text.encode(errors="replace"))
+            finally:
+                os.close(fd)

@@ -208,10 +208,9 @@ class Watchdog:
         return bool(moved) and all(moved)
 
     def _end(self, alarm: Alarm, where: str) -> Generator[float, None, None]:
-        for rank, watched in self._watched.items():
-            if watched.aloud:
-                said = alarm.own.get(rank, "") if rank in alarm.ranks else ""
-                say_for(watched.pid, f"unbroken: hang: {alarm.reason}; {where}\n{said[:MAX_SAID_BYTES]}")
+        stacks = "".join(alarm.own.get(rank, "") for rank in alarm.ranks)
+        aloud = [watched.pid for watched in self._watched.values() if watched.aloud]
+        say_for(aloud, f"unbroken: hang: {alarm.reason}; {where}\n{stacks[:MAX_SAID_BYTES]}")
         doomed = list(self._watched.values())
         for watched in doomed:
             _send(HANG_EXIT_CODE if process_facts(watched.pid).catches(HANG_EXIT_CODE) else signal.SIGKILL, watched.pid)

@@ -54,7 +54,7 @@ def test_B37_stacks_are_written_and_the_process_ends_although_it_never_gives_the
         os.kill(one.pid, DUMP_SIGNAL)
         wait_until(lambda: "in stuck_in_c" in (tmp_path / "stacks").read_text(), 10, "the stack")
         assert one.poll() is None
-        say_for(one.pid, "some words\n")
+        say_for([one.pid, one.pid], "some words\n")
         os.kill(one.pid, HANG_EXIT_CODE)
         assert one.wait(10) == HANG_EXIT_CODE
     assert (tmp_path / "err").read_text() == "some words\n"
@@ -85,4 +85,4 @@ def test_of_a_process_that_is_gone_nothing_is_known() -> None:
     gone.wait(30)
     assert process_facts(gone.pid).state == ""
     assert not process_facts(gone.pid).catches(DUMP_SIGNAL)
-    say_for(gone.pid, "nobody hears this")
+    say_for([gone.pid], "nobody hears this")
