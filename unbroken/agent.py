@@ -29,9 +29,10 @@ from unbroken.daemon.board import Board
 from unbroken.daemon.drain import Outcome
 from unbroken.daemon.folder import RunFolder
 from unbroken.daemon.verdict import Decision, Refusals
+from unbroken.daemon.watchdog import Watchdog
 from unbroken.shm.channel import address, listen
 from unbroken.shm.place import PlaceLock
-from unbroken.shm.server import Client, Server
+from unbroken.shm.server import MAX_CLIENTS, Client, Server
 from unbroken.shm.slots import Slot
 
 MAX_NOTES = 256
@@ -61,6 +62,7 @@ class Daemon:
         self._folder = RunFolder(directory, clock, nonces)
         self._board = Board(self._folder, self._drained, self._tell)
         self._refusals = Refusals()
+        self._watchdog = Watchdog(self._board, self._folder, clock)
         self._notes: deque[m.Note] = deque(maxlen=MAX_NOTES)
         self._failures: deque[str] = deque(maxlen=MAX_FAILURES)
         self._outcomes: deque[Outcome] = deque()
@@ -77,7 +79,9 @@ class Daemon:
             m.Journal: self._journal,
             m.Refuse: self._refuse,
             m.Status: self._status,
-            m.Note: self._note,
+            m.Note: lambda client, note: self._notes.append(note),
+            m.Watch: self._watchdog.answer,
+            m.Leaving: self._leaving,
         }
 
     def run(self) -> int:
@@ -90,6 +94,7 @@ class Daemon:
         while not self._is_over():
             self._server.turn(self._patience_s())
             self._keep_place()
+            self._watchdog.look()
             self._grow()
             while self._outcomes:
                 self._board.drained(self._outcomes.popleft())
@@ -130,7 +135,7 @@ class Daemon:
         if self._growing:
             return 0.0
         hurry = self._ending_since is not None or self._lonely_since is not None or self._refusals.deadline_s is not None
-        return SHORT_TICK_S if hurry else TICK_S
+        return SHORT_TICK_S if hurry else min(TICK_S, self._watchdog.patience_s)
 
     def _is_over(self) -> bool:
         now = self._clock.monotonic()
@@ -190,8 +195,8 @@ class Daemon:
 
     def _gone(self, client: Client) -> None:
         if client.rank >= 0:
-            self._pass_verdict(self._refusals.left(client.rank))
-            self._board.settle()
+            self._watchdog.left(client.rank)
+            self._leaving(client, None)
 
     def _tell(self, message: m.Message) -> None:
         """To all workers."""
@@ -233,7 +238,7 @@ class Daemon:
     # Answers
 
     def _begin(self, client: Client, message: m.Begin) -> None:
-        self._only_rank_0(client)
+        only_rank_0(client)
         if self._folder.changed():
             say("the run folder was removed or replaced: what memory holds of it is forgotten")
             self._board.forget()
@@ -242,14 +247,14 @@ class Daemon:
         client.send(plan)
 
     def _bad(self, client: Client, message: m.Bad) -> None:
-        self._only_rank_0(client)
+        only_rank_0(client)
         cut = self._folder.planned_cut()
         if cut is not None and (cut.step, cut.generation) == (message.step, message.stored_generation):
             self._board.drop(cut)
         client.send(self._folder.bad(message, self._board.cuts()))
 
     def _opened(self, client: Client, message: m.Opened) -> None:
-        self._only_rank_0(client)
+        only_rank_0(client)
         journal = self._folder.opened(message)
         journal.add([_event(note, message.step) for note in self._notes])
         self._notes.clear()
@@ -258,7 +263,9 @@ class Daemon:
         client.send(m.Opened(**{**_fields(message), "entry": journal.generation}))
 
     def _need_slots(self, client: Client, message: m.NeedSlots) -> None:
-        self._only_workers(client)
+        only_workers(client)
+        if len(self._growing) >= MAX_CLIENTS:
+            raise UnbrokenError("too many ranks wait for memory: ask again later")
         self._growing.append((client, message, self._board.table.grow(client.rank, message.size_bytes, message.num)))
 
     def _grow(self) -> None:
@@ -285,12 +292,12 @@ class Daemon:
         self._server.send(client, m.Slots(sizes=tuple(slot.size_bytes for slot in slots)), [slot.fd for slot in slots])
 
     def _old_slots(self, client: Client, message: m.OldSlots) -> None:
-        self._only_workers(client)
+        only_workers(client)
         slots = self._board.table.find(message.slots)
         client.send(m.Slots(sizes=tuple(slot.size_bytes for slot in slots)), [slot.fd for slot in slots])
 
     def _ready(self, client: Client, message: m.Ready) -> None:
-        self._only_workers(client)
+        only_workers(client)
         self._current(message.generation)
         if message.rank != client.rank:
             raise UnbrokenError(f"rank {client.rank} cannot speak for rank {message.rank}")
@@ -299,7 +306,7 @@ class Daemon:
         self._board.settle()
 
     def _journal(self, client: Client, message: m.Journal) -> None:
-        self._only_rank_0(client)
+        only_rank_0(client)
         self._current(message.generation)
         self._board.journal(message.records)
         for record in message.records:
@@ -308,28 +315,24 @@ class Daemon:
         self._board.settle()
 
     def _refuse(self, client: Client, message: m.Refuse) -> None:
-        self._only_workers(client)
+        only_workers(client)
         self._current(message.generation)
         if message.rank != client.rank:
             raise UnbrokenError(f"rank {client.rank} cannot speak for rank {message.rank}")
         members = {c.rank for c in self._server if c.rank >= 0}
         self._pass_verdict(self._refusals.refuse(message, members, self._board.world_size, self._clock.monotonic()))
 
+    def _leaving(self, client: Client, message: m.Leaving | None) -> None:
+        """An error ends a rank, or it has gone already (None)."""
+        why = message.text if message is not None else ""
+        if client.rank >= 0:
+            self._pass_verdict(self._refusals.left(client.rank, why))
+            self._board.settle(gone=(client.rank, why))
+
     def _status(self, client: Client, message: m.Status) -> None:
         members = sorted(c.rank for c in self._server if c.rank >= 0)
         facts = {"pid": os.getpid(), "directory": self._directory, "members": members, "failures": list(self._failures)}
-        client.send(m.StatusReply(phase=self._board.phase, facts=facts | self._board.facts()))
-
-    def _note(self, client: Client, message: m.Note) -> None:
-        self._notes.append(message)
-
-    def _only_workers(self, client: Client) -> None:
-        if client.rank < 0:
-            raise UnbrokenError("only workers may ask this")
-
-    def _only_rank_0(self, client: Client) -> None:
-        if client.rank != 0:
-            raise UnbrokenError("only rank 0 may ask this")
+        client.send(m.StatusReply(phase=self._board.phase, facts=facts | {"hang": self._watchdog.facts} | self._board.facts()))
 
     def _current(self, generation: int) -> None:
         if generation != self._board.generation:
@@ -345,6 +348,18 @@ class Daemon:
             client = self._server.worker(rank)
             if client is not None:
                 self._server.send(client, verdict)
+
+
+def only_workers(client: Client) -> None:
+    """UnbrokenError for anybody else."""
+    if client.rank < 0:
+        raise UnbrokenError("only workers may ask this")
+
+
+def only_rank_0(client: Client) -> None:
+    """UnbrokenError for anybody else."""
+    if client.rank != 0:
+        raise UnbrokenError("only rank 0 may ask this")
 
 
 def say(text: str) -> None:

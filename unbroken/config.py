@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from dataclasses import dataclass
 from typing import Literal, TypedDict, cast, get_args
 
-from unbroken.core.limits import KEEP_NEWEST, MAX_THREADS, MAX_UNITS
+from unbroken.core.limits import KEEP_NEWEST, MAX_THREADS, MAX_UNITS, MIN_HANG_TIMEOUT_S
 from unbroken.order.streams import check_seed
 
 Resume = Literal["auto", "must", "never"]
@@ -18,7 +19,10 @@ class Options(TypedDict, total=False):
 
     total_steps: stop after this many steps. units: micro-batches per step, fixed at birth (default: smallest power of two that is at
     least the world size and divides the global batch). seed: of the random streams inside units (default: the data's). threads:
-    intra-op threads per rank, fixed at birth (default 1 on CPU). keep: newest checkpoints kept besides milestones.
+    intra-op threads per rank, fixed at birth (default 1 on CPU). keep: newest checkpoints kept besides milestones. hang_timeout: how long
+    a rank may stand still inside a step, such as "600s", before all are ended and started again; "auto" (default) learns it from the
+    run's own steps: 5 times their median and spread, at least 30 s; None: nobody watches. Evaluations (`run.eval`), saves, starts and
+    first steps may take longer, and in a notebook or under a debugger nobody watches.
     """
 
     total_steps: int | None
@@ -27,6 +31,7 @@ class Options(TypedDict, total=False):
     threads: int | None
     keep: int
     reduce: Reduce
+    hang_timeout: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +64,7 @@ class RunConfig:
     seed: int | None = None
     threads: int | None = None
     keep: int = KEEP_NEWEST
+    hang_timeout: float | Literal["auto"] | None = "auto"
 
 
 _UNITS_S = dict.fromkeys(("s", "sec", "second", "seconds"), 1.0)
@@ -75,6 +81,19 @@ def parse_interval(text: str) -> Interval:
         if unit in _UNITS_S and number > 0:
             return Interval(seconds=number * _UNITS_S[unit])
     raise ValueError(f'lose_at_most={text!r}: give a time such as "30s", "5 min", "1h", or "100 steps"')
+
+
+def parse_hang_timeout(text: str | None) -> float | Literal["auto"] | None:
+    """ "auto", or "600s" -> seconds; None and "none" switch it off. ValueError says what is accepted."""
+    if text in (None, "none", "None"):
+        return None
+    if text == "auto":
+        return "auto"
+    with contextlib.suppress(ValueError):
+        interval = parse_interval(text)
+        if interval.seconds is not None and interval.seconds >= MIN_HANG_TIMEOUT_S:
+            return interval.seconds
+    raise ValueError(f'hang_timeout={text!r}: give "auto", a time of at least {MIN_HANG_TIMEOUT_S:g} s such as "600s", or None')
 
 
 def resolve(lose_at_most: str, resume: str, options: Options) -> RunConfig:
@@ -107,4 +126,5 @@ def resolve(lose_at_most: str, resume: str, options: Options) -> RunConfig:
         seed=options.get("seed"),
         threads=options.get("threads"),
         keep=options.get("keep", KEEP_NEWEST),
+        hang_timeout=parse_hang_timeout(options.get("hang_timeout", "auto")),
     )

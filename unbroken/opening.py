@@ -27,6 +27,7 @@ from unbroken.order.ledger import check_same
 from unbroken.recover.link import Link
 from unbroken.recover.start import Counters, Start, digests, fact_items
 from unbroken.recover.together import together
+from unbroken.recover.watch import Watching
 from unbroken.step.exchange import Exchange, join_world
 from unbroken.step.ring import require_equal_shares, require_fixed_buckets
 from unbroken.store.repository import Repository
@@ -57,6 +58,7 @@ class Opening:
     link: Link = field(init=False)
     exchange: Exchange = field(init=False)
     start: Start = field(init=False)
+    watching: Watching = field(init=False)
     num_units: int = 0
     run_id: str = ""
     _has_saved: bool = False
@@ -64,11 +66,18 @@ class Opening:
 
     def __post_init__(self) -> None:
         self.exchange = Exchange(self.device)
+        self.watching = Watching(self.config.hang_timeout, self.clock)
 
     def close(self) -> None:
         """Let the daemon and the other ranks go, as far as they were reached."""
+        self.watching.stop()
         if hasattr(self, "link"):
             self.link.close()
+        self.exchange.abandon()
+
+    def leave(self, error: BaseException) -> None:
+        """An error ends this rank: the others learn it, and whoever waits in a collective with us fails at once."""
+        self.link.leave(error)
         self.exchange.abandon()
 
     def open(self) -> tuple[Plan, Counters]:
@@ -80,7 +89,7 @@ class Opening:
             require_fixed_buckets(self.stack.parts.models, self.exchange.world_size)
         # several runs in one process (a notebook) must not meet each other's addresses in the store
         self.exchange.connect(f"start/{environment('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_openings)}")
-        self.stack.collect({}, {}, {})  # what cannot be stored is refused before anything is made
+        together(self.exchange, lambda: self.stack.collect({}, {}, {}))  # what cannot be stored is refused before anything is made
         self.start = Start(
             directory=self.directory,
             tier=DiskTier(self.directory),
@@ -96,8 +105,10 @@ class Opening:
         self._sheet = self._fact_sheet(plan)
         if plan.source != "fresh":
             self.start.compare(self.start.stored, self.facts())
-        self.start.open(self.link, plan, [*self.pieces(self.start.counters), *self.facts()])
+        pieces = together(self.exchange, lambda: [*self.pieces(self.start.counters), *self.facts()])
+        self.start.open(self.link, plan, pieces)
         tell_launcher(self.directory)
+        self.watching.start(self.link)
         self.moments["rollback"] = self.clock.monotonic()
         self.run_id, self._has_saved = plan.run_id, plan.source != "fresh"
         return plan, self.start.counters
@@ -117,7 +128,9 @@ class Opening:
             plan = self.start.plan(self.link)
             if plan.run_id != self.run_id or (plan.source == "fresh" and self._has_saved):
                 raise SaveFailed(REMOVED)
-            return self.start.continue_from(self.link, plan)
+            plan = self.start.continue_from(self.link, plan)
+            self.watching.start(self.link)
+            return plan
         except (UnbrokenError, OSError) as error:
             self.link.close()
             self.link.failures.append(Failed(step=self.start.counters.step, generation=0, text=describe(error)))

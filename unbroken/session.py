@@ -36,6 +36,7 @@ from unbroken.core.ports import Clock, SystemClock, position
 from unbroken.data.loader import Source, as_source
 from unbroken.keeping import Keeping
 from unbroken.opening import Opening, device_of, refuse_metric_schedulers, refuse_sync_batch_norm
+from unbroken.shm.pulse import Phase
 from unbroken.step.micro import Batch
 from unbroken.stepping import Stepping
 from unbroken.store.tiers.disk import local_path
@@ -117,7 +118,7 @@ class Run:
         rank = self._exchange.rank
         arm_from_environment(rank, plan.generation, self._keeping.phase)
         position[:] = [self._counters.step + 1, plan.generation]
-        self._looping = False
+        self._looping, self._pulse = False, opening.watching.pulse
         self._boundary_open = plan.source == "fresh"
         self._streams_at_start: dict[str, Any] | None = self._streams.read()
         self._versions: Any = self._stack.versions()
@@ -176,7 +177,11 @@ class Run:
 
     def _at_exit(self) -> None:
         """The script ended inside or after its loop without close(). With several ranks, who knows whether all did: wait, but not long."""
-        if getattr(sys, "last_value", None) is None and os.getpid() == self._owner:
+        if os.getpid() != self._owner:
+            return
+        if error := getattr(sys, "last_value", None):
+            self._opening.leave(error)
+        else:
             self._exchange.abandon()
             self._close(DRAIN_TIMEOUT_S if self._exchange.world_size == 1 else EXIT_TIMEOUT_S)
 
@@ -207,8 +212,12 @@ class Run:
                 self._stepping.end()
                 if self._stepping.was_applied:
                     self._boundary()
+        except Exception as error:  # raised again: the others must not wait for this rank, nor go on without it
+            self._opening.leave(error)
+            raise
         finally:
             self._looping = False
+            self._pulse.mark(Phase.OUTSIDE)
         self.close()
 
     def _require_open(self) -> None:
@@ -257,7 +266,7 @@ class Run:
         Cost: 90 us, and 3 us per module.
         """
         self._require_open()
-        with self._streams.aside(), self._stack.evaluating(), torch.no_grad():
+        with self._pulse.within(Phase.EVAL), self._streams.aside(), self._stack.evaluating(), torch.no_grad():
             yield
 
     # -- boundaries and snapshots -------------------------------------------------------------------------------------------
@@ -274,12 +283,15 @@ class Run:
         if self._looping:
             self._keeping.want(milestone, wait)
         else:
-            self._keeping.save(milestone, wait)
+            with self._pulse.within(Phase.SAVE):
+                self._keeping.save(milestone, wait)
 
     def _boundary(self) -> None:
         if self._boundary_open:
             self._boundary_open = False
-            if self._keeping.boundary(self._stepping.told, last=self._at_end()):
+            with self._pulse.within(Phase.SAVE):
+                stop = self._keeping.boundary(self._stepping.told, last=self._at_end())
+            if stop:
                 self._keeping.stopped(self._stop.name)
                 self.close()
                 sys.exit(0)

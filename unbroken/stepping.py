@@ -19,6 +19,7 @@ from unbroken.opening import Opening
 from unbroken.order.ledger import unit_digest
 from unbroken.order.units import blocks
 from unbroken.recover.start import Counters
+from unbroken.shm.pulse import Phase
 from unbroken.step.exchange import ExchangeFailed
 from unbroken.step.micro import Batch, Micro
 from unbroken.step.reduce import Flags
@@ -34,7 +35,7 @@ class Stepping:
         self._counters = counters
         self._keeping = keeping
         self._stack, self._streams = opening.stack, opening.stack.streams
-        self._exchange = opening.exchange
+        self._exchange, self._pulse = opening.exchange, opening.watching.pulse
         self._is_ring = opening.config.reduce == "ring"
         kind = RingUpdate if self._is_ring else Update
         self._update = kind(self._stack, opening.num_units, self._exchange, full_weight(opening.source.facts(), opening.num_units))
@@ -63,6 +64,8 @@ class Stepping:
 
     def has_data(self) -> bool:
         """False when the data have ended."""
+        self._pulse.begin(self._counters.step + 1)
+        self._pulse.mark(Phase.DATA, self._cursor.block.start)
         return self._cursor.has_step()
 
     def begin(self) -> Batch:
@@ -72,6 +75,7 @@ class Stepping:
             self._update.begin()
         self._outcome = None
         self.is_inside = True
+        self._pulse.mark(Phase.UNIT, self._cursor.block.start)
         return Batch(self._counters.step + 1, self._micros)
 
     def end(self) -> None:
@@ -99,11 +103,14 @@ class Stepping:
             raise RuntimeError(f"run.step() after {done} of {due} units: iterate over the whole batch")
         failpoint("step.reduce")
         try:
-            reduced = self._update.reduce(self._keeping.flags(stop))
+            reduced = self._update.reduce(self._keeping.flags(stop), lambda: self._pulse.mark(Phase.COLLECTIVE))
         except ExchangeFailed as error:
             self._outcome = False
-            self._refuse(error)
+            with self._pulse.within(Phase.VERDICT):
+                self._refuse(error)
+            self._pulse.mark(Phase.BODY)
             return None
+        self._pulse.mark(Phase.UPDATE)
         self.is_whole = False
         applied = self._update.apply(reduced, clip_grad_norm)
         self._outcome, self.is_inside = True, False
@@ -112,6 +119,7 @@ class Stepping:
         self._keeping.stepped(self._attempt, applied, now_s())
         self._attempt = 0
         self.is_whole = True
+        self._pulse.done()
         failpoint("step.applied")
         return applied
 
@@ -126,7 +134,9 @@ class Stepping:
     def _micros(self) -> Iterator[Micro]:
         step = self._counters.step + 1
         for number in self._cursor.block:
+            self._pulse.mark(Phase.DATA, number)
             unit = self._cursor.take(step, number)
+            self._pulse.mark(Phase.UNIT, number)
             self._digest = digest = unit_digest(unit.ids)
             if unit.weight == 0:
                 self._update.finish_unit(number, digest, 0, None)

@@ -407,3 +407,38 @@ def test_notes_become_the_first_events_of_the_next_generation(directory: str) ->
 def test_the_log_of_the_daemon_is_for_people(directory: str) -> None:
     FakeJob(directory, 1).start()
     assert f"serves {os.path.realpath(directory)}" in Path(log_path(directory)).read_text()
+
+
+# -- ranks that leave in mid-save ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("says_why", [True, False])
+def test_B37_a_nobody_waits_for_a_snapshot_whose_rank_is_gone(directory: str, says_why: bool) -> None:
+    job = FakeJob(directory, 3)
+    job.start()
+    job.save()
+    job.train(1)
+    for rank in (job.ranks[0], job.ranks[2]):
+        assert rank.ready(1)
+    if says_why:
+        job.ranks[1].send(m.Leaving(text="OSError: the disk is wet"))
+    else:
+        job.ranks[1].vanish()
+    for rank in (job.ranks[0], job.ranks[2]):
+        failed = rank.expect(m.Failed)
+        assert (failed.step, failed.superseded) == (1, False)
+        assert "rank 1 is gone before its part was whole" in failed.text
+        assert ("OSError: the disk is wet" in failed.text) is says_why
+    assert steps(directory) == [0]
+
+
+def test_B37_a_rank_whose_part_is_whole_may_go(directory: str) -> None:
+    with prepared_daemon(directory, "arm('drain.begin', lambda: time.sleep(0.3))"):
+        job = FakeJob(directory, 3)
+        job.start()
+        job.save()
+        job.train(1)
+        job.snapshot()
+        job.ranks[1].vanish()
+        assert job.ranks[0].expect(m.Committed).step == 1
+        assert steps(directory) == [0, 1]

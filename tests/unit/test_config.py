@@ -77,6 +77,7 @@ def test_every_option_is_taken_over() -> None:
         interval=Interval(steps=3), resume="must", reduce="ring", total_steps=5, units=4, seed=2**64 - 1, threads=2, keep=7
     )
     assert resolve("3 steps", "must", options) == expected
+    assert resolve("1s", "auto", {"hang_timeout": "10 min"}).hang_timeout == 600.0
     nothing: Options = {"total_steps": None, "units": None, "seed": None, "threads": None}
     assert resolve("3 steps", "never", nothing) == RunConfig(interval=Interval(steps=3), resume="never")
 
@@ -94,6 +95,10 @@ def test_every_option_is_taken_over() -> None:
         ({"keep": "3"}, ValueError, "keep='3'"),
         ({"keep": 0}, ValueError, "keep=0"),
         ({"keep": None}, ValueError, "keep=None"),
+        ({"hang_timeout": "0.5s"}, ValueError, r"hang_timeout='0\.5s': give \"auto\", a time of at least 1 s such as \"600s\", or None"),
+        ({"hang_timeout": "100 steps"}, ValueError, "hang_timeout='100 steps'"),
+        ({"hang_timeout": 600}, ValueError, "hang_timeout=600: give"),
+        ({"hang_timeout": "of"}, ValueError, "hang_timeout='of'"),
         ({"seed": -1}, ValueError, "seed must be an integer from 0"),
         ({"seed": 2**64}, ValueError, "seed must be an integer from 0"),
         ({"seed": 1.0}, ValueError, "seed must be an integer from 0"),
@@ -103,6 +108,14 @@ def test_every_option_is_taken_over() -> None:
 def test_a_wrong_option_is_named_with_what_is_accepted(options: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         resolve("60s", "auto", options)
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"), [("auto", "auto"), (None, None), ("none", None), ("1s", 1.0), ("1.5 h", 5400.0), ("600 seconds", 600.0)]
+)
+def test_a_hang_timeout_is_learned_given_or_switched_off(given: str | None, meant: float | str | None) -> None:
+    assert resolve("60s", "auto", {"hang_timeout": given}).hang_timeout == meant
+    assert resolve("60s", "auto", {}).hang_timeout == "auto"
 
 
 @pytest.mark.parametrize("resume", ["yes", "", None, "MUST"])

@@ -25,7 +25,7 @@ from unbroken.cluster.decide import Failure, Options, decide, describe
 from unbroken.cluster.forked import ForkServer, started_by
 from unbroken.cluster.signals import SignalInbox
 from unbroken.cluster.witness import Witness
-from unbroken.core.os import kill_group, peek_exit, pidfd, wait_any
+from unbroken.core.os import HANG_EXIT_CODE, kill_group, peek_exit, pidfd, wait_any
 from unbroken.core.ports import Clock
 
 LOOK_INTERVAL_S = 1.0
@@ -219,6 +219,8 @@ class ElasticAgent(LocalElasticAgent):
         late = {local: 1 for local, path in error_files.items() if local not in attempt.codes and has_error(path)}
         failed = {group.workers[local].global_rank: (code, error_files.get(local, "")) for local, code in (causes | late).items()}
         rank, error = root_cause(failed)
+        if opened and progress.hang:
+            rank, error = max(progress.hanging, 0), f"{describe(HANG_EXIT_CODE)}: {progress.hang}"
         failure = Failure(
             at_s=detected_s,
             codes=tuple(sorted((r, code) for r, (code, _) in failed.items())),

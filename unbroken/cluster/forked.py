@@ -27,6 +27,9 @@ WARM_UP_TIMEOUT_S = 120.0
 ORDER_TIMEOUT_S = 30.0
 """One fork takes milliseconds."""
 
+END_TIMEOUT_S = 30.0
+"""A killed server that does not die in this time is left behind."""
+
 SERVER_CODE = "import sys; from unbroken.cluster.warm import main; main(sys.argv[1:])"
 
 WORKER_COMMAND = ("-u", "-m", "unbroken.cluster.worker")
@@ -61,7 +64,8 @@ class ForkServer:
             self._connection.close()
         if self._process is not None:
             self._process.kill()
-            self._process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # it sits in the kernel: init reaps it when we have ended
+                self._process.wait(END_TIMEOUT_S)
         self._process, self._connection, self._is_ready = None, None, False
 
     def fork(self, order: Order) -> int:

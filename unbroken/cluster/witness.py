@@ -32,11 +32,16 @@ WORLDS_FAULT = (OSError, EOFError, TimeoutError, UnbrokenError, msgspec.MsgspecE
 
 
 class Progress(Struct, frozen=True, kw_only=True):
-    """Generation in progress, newest applied and newest committed step; None where not known."""
+    """Generation in progress, newest applied and newest committed step; None where not known.
+
+    `hang` is what the watchdog said before it ended the workers of this generation, "" if it did not; `hanging` the rank it blames.
+    """
 
     generation: int | None = None
     applied: int | None = None
     committed: int | None = None
+    hang: str = ""
+    hanging: int = -1
 
 
 class Witness:
@@ -144,4 +149,12 @@ def _progress(facts: dict[str, Any]) -> Progress:
         value = facts.get(name)
         return value if isinstance(value, int) and not isinstance(value, bool) else None
 
-    return Progress(generation=number("generation"), applied=number("last_applied"), committed=number("last_committed"))
+    hang = facts.get("hang")
+    hang = hang if isinstance(hang, dict) and hang.get("generation") == facts.get("generation") else {}
+    return Progress(
+        generation=number("generation"),
+        applied=number("last_applied"),
+        committed=number("last_committed"),
+        hang=str(hang.get("text", "")),
+        hanging=hang["rank"] if isinstance(hang.get("rank"), int) else -1,
+    )

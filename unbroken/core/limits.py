@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
 LEAF_BYTES = 1 << 20
 """Merkle leaf over a piece's logical bytes: small enough to name a fault, large enough that hashes are 0.003 % of data."""
 
@@ -79,3 +82,82 @@ MAX_EPOCHS_PER_STEP = 1024
 
 MAX_DESCRIPTION_CHARS = 4000
 """Of an error in words: it goes into messages and journal lines, which have a limit."""
+
+VERDICT_TIMEOUT_S = 30.0
+"""Members of a refused step that have not spoken by then are hanging or have applied it."""
+
+HEARTBEAT_S = 1.0
+"""The daemon looks at every rank this often, and four times within a shorter `hang_timeout`."""
+
+HANG_FLOOR_S = 30.0
+"""No step is called hanging before: a garbage collection, a cold file or a compilation of one more shape takes seconds."""
+
+HANG_FACTOR = 5.0
+"""Times the median of recent steps, plus as often their spread: what grows by this much has stopped, or is not worth waiting for."""
+
+HANG_PATIENCE = 4.0
+"""After an alarm the same step gets this many times as long: a slow step taken for a hang is then passed, a real one stops the job."""
+
+MIN_STEP_TIMES = 5
+"""Steps timed before their median means anything."""
+
+FIRST_STEPS = 2
+"""Of every start: they compile, allocate and warm up caches."""
+
+STEP_TIMEOUT_S = 3600.0
+"""Of what nothing is known about: first steps of a start, the loop's body after `run.step()`, a save, all ranks in one collective."""
+
+EVAL_TIMEOUT_S = 86400.0
+"""Of one `with run.eval()`: nobody knows how much there is to evaluate, but a day without a step is no training."""
+
+MIN_HANG_TIMEOUT_S = 1.0
+"""The smallest `hang_timeout`: below it ordinary steps on a busy machine would be called hanging."""
+
+LOOK_GAP = 2.0
+"""A look that comes later than this many intervals after the last one counts as this many: daemon or host were not running."""
+
+DUMP_WAIT_S = 0.3
+"""Ranks get this long to write their stacks; a signal handler needs milliseconds."""
+
+END_WAIT_S = 2.0
+"""Ranks get this long to end with HANG_EXIT_CODE after an alarm, then they are killed."""
+
+PULSE_BYTES = 256 << 10
+"""One rank's page: 4 KiB of numbers, the rest for its stacks and those of its loader's processes, some 5 KiB each."""
+
+MAX_HANG_FILES = 16
+"""Files with stacks in a run folder; the oldest go first."""
+
+LADDER: tuple[tuple[str, float], ...] = (
+    ("heartbeat", HEARTBEAT_S),
+    ("collective", COLLECTIVE_TIMEOUT_S),
+    ("quorum", COLLECTIVE_TIMEOUT_S + VERDICT_TIMEOUT_S),
+    ("step", STEP_TIMEOUT_S),
+)
+"""I12: seconds from the moment at which something stands still to the moment at which each level acts, where nothing is known better.
+
+heartbeat: the daemon has looked. collective: it fails on those who wait in it. quorum: all have refused the step, or it is known who has
+not. step: the watchdog ends the group. Each level must have had its turn before the next, coarser one acts. What the watchdog has learned
+of a run's own steps makes it faster than that, for a rank of which it knows that it stands still: such a rank can refuse nothing, so
+the levels between cannot help. The levels above (a limit for a restart, the scheduler's) do not exist yet.
+"""
+
+ORDERS: tuple[tuple[str, float, str, float], ...] = (
+    ("SLOT_WAIT_S", SLOT_WAIT_S, "HANG_FLOOR_S", HANG_FLOOR_S),
+    ("VERDICT_TIMEOUT_S", VERDICT_TIMEOUT_S, "REPLY_TIMEOUT_S", REPLY_TIMEOUT_S),
+    ("CONNECT_TIMEOUT_S", CONNECT_TIMEOUT_S, "REPLY_TIMEOUT_S", REPLY_TIMEOUT_S),
+    ("REPLY_TIMEOUT_S", REPLY_TIMEOUT_S, "COLLECTIVE_TIMEOUT_S", COLLECTIVE_TIMEOUT_S),
+    ("DUMP_WAIT_S", DUMP_WAIT_S, "MIN_HANG_TIMEOUT_S", MIN_HANG_TIMEOUT_S),
+    ("EXIT_TIMEOUT_S", EXIT_TIMEOUT_S, "DRAIN_TIMEOUT_S", DRAIN_TIMEOUT_S),
+)
+"""Waits beside the ladder that contain each other: whoever waits for an answer must outwait those who find it."""
+
+
+def ladder_faults(ladder: Sequence[tuple[str, float]] = LADDER, orders: Sequence[tuple[str, float, str, float]] = ORDERS) -> list[str]:
+    """I12: what is out of order, in words; [] when every level outwaits the one below it."""
+    pairs = [(*low, *high) for low, high in itertools.pairwise(ladder)]
+    return [
+        f"{low} waits {low_s:g} s and must be shorter than {high}, which waits {high_s:g} s"
+        for low, low_s, high, high_s in (*pairs, *orders)
+        if not 0 < low_s < high_s
+    ]

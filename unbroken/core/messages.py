@@ -1,8 +1,9 @@
 """Messages between trainers, launcher and the node daemon: one tagged record per datagram on a local socket.
 
 Life of a connection: `Hello` -> `Welcome`; a trainer then asks `Begin` (rank 0) and every rank loads what the `Plan` says; rank 0
-reports `Bad` (-> another `Plan`) or `Opened` (-> `Opened` echoed to it). `NeedSlots` -> `Slots` with descriptors. `Ready` has no
-answer: its fate arrives as `Committed` or `Failed` to all trainers. `Refused` -> `Verdict` once all members have spoken.
+reports `Bad` (-> another `Plan`) or `Opened` (-> `Opened` echoed to it). `NeedSlots` -> `Slots` with descriptors,
+`Watch` -> `Watched` with one. `Ready` has no answer: its fate arrives as `Committed` or `Failed` to all trainers. `Refused` -> `Verdict`
+once all members have spoken.
 """
 
 from __future__ import annotations
@@ -109,6 +110,20 @@ class Slots(Struct, frozen=True, kw_only=True, tag="slots"):
     sizes: tuple[int, ...]
 
 
+class Watch(Struct, frozen=True, kw_only=True, tag="watch"):
+    """This rank's loop wants to be watched. `timeout_s` None: a hang is known by what the run's own steps took.
+
+    `aloud`: no launcher of ours will tell the user, so a hang is also written to this process's standard error.
+    """
+
+    timeout_s: float | None = None
+    aloud: bool = False
+
+
+class Watched(Struct, frozen=True, kw_only=True, tag="watched"):
+    """The descriptor of the rank's page travels beside this message."""
+
+
 class Ready(Struct, frozen=True, kw_only=True, tag="ready"):
     """This rank's slot is whole."""
 
@@ -142,6 +157,12 @@ class Verdict(Struct, frozen=True, kw_only=True, tag="verdict"):
     retry: bool
     attempt: int
     reason: str
+
+
+class Leaving(Struct, frozen=True, kw_only=True, tag="leaving"):
+    """This rank ends because of an error, which the others are told when they miss it."""
+
+    text: str
 
 
 class Committed(Struct, frozen=True, kw_only=True, tag="committed"):
@@ -208,10 +229,13 @@ Message = (
     | NeedSlots
     | OldSlots
     | Slots
+    | Watch
+    | Watched
     | Ready
     | Journal
     | Refuse
     | Verdict
+    | Leaving
     | Committed
     | Failed
     | Status

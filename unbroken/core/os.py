@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import ctypes.util
+import faulthandler
 import fcntl
 import glob
 import os
@@ -16,9 +17,16 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
+
+DUMP_SIGNAL = 42
+"""A watched rank that gets it writes the stacks of all its threads. A real-time signal: no scheduler and no library sends it."""
+
+HANG_EXIT_CODE = 43
+"""A watched rank that gets the signal of this number ends at once, with this exit code: it was hanging, and may be started again."""
 
 
 def hostname() -> str:
@@ -224,3 +232,66 @@ def heed_only(pid: int) -> None:
 def forget_pages(fd: int) -> None:
     """Let the page cache drop a durable file that will hardly be read again: training must not lose its cached data to checkpoints."""
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+_heeded: list[int] = []
+"""The descriptor that stacks go to now."""
+
+
+def heed_watchdog(fd: int) -> None:
+    """From now on DUMP_SIGNAL writes all stacks to `fd`, and the signal HANG_EXIT_CODE ends this process with that code.
+
+    Both are handled in C, without the interpreter: also while it waits for ever, sits in C code or one thread keeps its lock.
+    """
+    _heeded[:] = [fd]
+    faulthandler.register(DUMP_SIGNAL, file=fd, all_threads=True)
+    libc = ctypes.CDLL(None)
+    libc.signal.argtypes, libc.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+    libc.signal(HANG_EXIT_CODE, ctypes.cast(libc._exit, ctypes.c_void_p))  # a handler is called with its signal's number
+
+
+def ignore_watchdog(fd: int) -> None:
+    """Neither signal does anything any more, if they were heeded for this descriptor last."""
+    if _heeded != [fd]:
+        return
+    _heeded.clear()
+    faulthandler.unregister(DUMP_SIGNAL)
+    for sig in (DUMP_SIGNAL, HANG_EXIT_CODE):  # one may be on its way still
+        ctypes.CDLL(None).signal(sig, ctypes.c_void_p(int(signal.SIG_IGN)))
+
+
+class ProcessFacts(NamedTuple):
+    """The kernel's view: `state` as in ps ("R", "S", "D", "T", ... or "" when gone), the tracing process or 0, signals it handles."""
+
+    state: str
+    tracer: int
+    caught: int
+
+    def catches(self, sig: int) -> bool:
+        """Does it have a handler for this signal?"""
+        return bool(self.caught >> (sig - 1) & 1)
+
+
+def process_facts(pid: int) -> ProcessFacts:
+    """What /proc says of a process."""
+    try:
+        with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as f:
+            fields = dict(line.split(":", 1) for line in f if ":" in line)
+        return ProcessFacts(fields["State"].split()[0], int(fields["TracerPid"]), int(fields["SigCgt"], 16))
+    except (OSError, LookupError, ValueError):
+        return ProcessFacts("", 0, 0)
+
+
+def say_for(pids: Sequence[int], text: str) -> None:
+    """Write to other processes' standard error, where their user looks, once where several share it. Never waits, never fails."""
+    said = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            fd = os.open(f"/proc/{pid}/fd/2", os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+            try:
+                found = os.fstat(fd)
+                if (found.st_dev, found.st_ino) not in said:
+                    said.add((found.st_dev, found.st_ino))
+                    os.write(fd, text.encode(errors="replace"))
+            finally:
+                os.close(fd)

@@ -139,8 +139,10 @@ class Board:
             with contextlib.suppress(StoreError):  # a journal that takes no more lines has said so when it lost the first
                 self._current.add(events)
 
-    def settle(self) -> None:
-        """Bring holds, waiting drains and told fates up to date with what lies in the slots."""
+    def settle(self, gone: tuple[int, str] | None = None) -> None:
+        """Bring holds, waiting drains and told fates up to date with what lies in the slots. `gone`: a rank that has left, and why."""
+        if gone is not None:
+            self._tell_gone(*gone)
         cuts = self.cuts()
         self._hold(cuts)
         self._tell_overtaken()
@@ -224,6 +226,16 @@ class Board:
                 self._set_fate(stamp, "superseded")
                 self._announced.discard(stamp)
                 self._tell(Failed(step=step, generation=generation, milestone=milestone, text=text, superseded=True))
+
+    def _tell_gone(self, rank: int, why: str) -> None:
+        """A rank has gone: snapshots of the generation in progress that others have announced and it has not never become whole."""
+        for stamp in sorted(self._announced):
+            step, generation, milestone = stamp
+            if generation == self.generation and stamp not in self._fates and rank in self.table.missing(generation, step, self.world_size):
+                self._set_fate(stamp, "failed")
+                self._announced.discard(stamp)
+                text = f"rank {rank} is gone before its part was whole" + (f": {why}" if why else "")
+                self._tell(Failed(step=step, generation=generation, milestone=milestone, text=text))
 
     def _set_fate(self, stamp: Stamp, fate: str) -> None:
         self._fates[stamp] = fate

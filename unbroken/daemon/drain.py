@@ -24,6 +24,9 @@ from unbroken.store.repository import Part, Repository
 MAX_WRITES = 3
 """A write is repeated when checkpoints whose chunks it refers to are withdrawn meanwhile."""
 
+IDLE_WAIT_S = 60.0
+"""The thread looks around this often although nobody woke it: every wait has an end."""
+
 MAX_NAMED = 8
 """Pieces named in an error; the rest is counted."""
 
@@ -94,7 +97,7 @@ class Drainer:
         yield_to_others()
         while True:
             with self._turn:
-                self._turn.wait_for(lambda: self._cargo is not None or self._unsynced or self._ending)
+                self._turn.wait_for(lambda: self._cargo is not None or self._unsynced or self._ending, IDLE_WAIT_S)
                 cargo, self._cargo = self._cargo, None
                 journals, self._unsynced = list(self._unsynced.values()), {}
             for journal in journals:

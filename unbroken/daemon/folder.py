@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 from collections.abc import Iterable, Sequence
@@ -11,7 +12,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from unbroken.core.errors import Refused, SaveFailed, StoreError, Transient, UnbrokenError
-from unbroken.core.limits import KEEP_NEWEST
+from unbroken.core.limits import KEEP_NEWEST, MAX_HANG_FILES
 from unbroken.core.messages import Bad, Begin, Opened, Plan
 from unbroken.core.os import boot_id, hostname
 from unbroken.core.ports import Clock, Nonces, Tier
@@ -216,6 +217,16 @@ class RunFolder:
         with self._turn:
             if not self._tier.is_starting:
                 repository.collect(keep_newest, writer=self.writer, clock=self.clock)
+
+    def keep_stacks(self, step: int, generation: int, text: str) -> str:
+        """Write what the watchdog has seen into the folder of stacks, the oldest of which go; the file's path. For people: never read."""
+        taken = self._tier.list(paths.HANGS)
+        for path in [path for path in taken if paths.is_stacks(path)][: max(0, len(taken) - MAX_HANG_FILES + 1)]:
+            self._tier.delete(path)
+        number = next(n for n in itertools.count() if paths.stacks(step, generation, n) not in taken)
+        path = paths.stacks(step, generation, number)
+        self._tier.create(path, [text.encode(errors="replace")])
+        return os.path.join(self.directory, path)
 
     def close(self) -> None:
         """Let the folder go."""

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import NamedTuple
 
+from unbroken.core.limits import VERDICT_TIMEOUT_S
 from unbroken.core.messages import Refuse, Verdict
-
-VERDICT_TIMEOUT_S = 30.0
-"""Members that have not spoken by then are hanging or have applied the step."""
 
 MAX_REASON_CHARS = 300
 """Of one rank's reason: those of all ranks stand in one journal line."""
@@ -36,6 +34,7 @@ class Refusals:
         self._deadline_s = 0.0
         self._denied: tuple[Attempt, str] | None = None
         self._applied = (-1, -1)
+        self._why_gone: dict[int, str] = {}
 
     @property
     def deadline_s(self) -> float | None:
@@ -53,9 +52,9 @@ class Refusals:
         self._reasons[message.rank] = message.reason
         if self._open != attempt:
             return self._deny(f"ranks refused different attempts: {self._open[1:]} and {attempt[1:]}")
-        absent = [rank for rank in range(world_size) if rank not in members]
+        absent = [rank for rank in range(world_size) if rank in self._why_gone or rank not in members]
         if absent:
-            return self._deny(f"rank {absent[0]} is gone")
+            return self._deny(self._gone(min(absent, key=lambda rank: rank not in self._why_gone)))
         if self._applied >= attempt[:2]:
             return self._deny(f"step {message.step} was applied elsewhere")
         if len(self._reasons) < world_size:
@@ -69,9 +68,11 @@ class Refusals:
             return self._deny(f"step {step} was applied elsewhere")
         return None
 
-    def left(self, rank: int) -> Decision | None:
-        """A member is gone."""
-        return self._deny(f"rank {rank} is gone") if self._open is not None else None
+    def left(self, rank: int, why: str = "") -> Decision | None:
+        """A member is gone, or on its way out because of an error."""
+        if why:
+            self._why_gone[rank] = why
+        return self._deny(self._gone(rank)) if self._open is not None else None
 
     def expire(self, now_s: float) -> Decision | None:
         """Time has passed."""
@@ -82,6 +83,11 @@ class Refusals:
     def opened(self) -> None:
         """A new generation begins: nothing of the old one counts."""
         self._open, self._denied, self._applied = None, None, (-1, -1)
+        self._why_gone.clear()
+
+    def _gone(self, rank: int) -> str:
+        why = self._why_gone.get(rank, "")
+        return f"rank {rank} is gone" + (f": {why}" if why else "")
 
     def _deny(self, reason: str) -> Decision:
         assert self._open is not None

@@ -99,7 +99,7 @@ class Job:
             record_strike(str(self.fault_log), struck)
         finally:
             _send(signal.SIGKILL, pids)
-        self._running().wait()
+        self._running().wait(QUIET_TIMEOUT_S)
         self._wait(lambda: not any(map(is_alive, pids)), QUIET_TIMEOUT_S, "some of its processes survived SIGKILL")
         self.narrator.look()
         self.narrator.power = PowerLoss(num_killed=len(pids), noticed_s=self._clock.monotonic())
@@ -112,7 +112,7 @@ class Job:
         """End what is left of launcher and ranks; the daemon follows when its last client is gone."""
         if self._process is not None and self._process.poll() is None:
             _send(signal.SIGKILL, [*descendants(self._process.pid), self._process.pid])
-            self._process.wait()
+            self._process.wait(QUIET_TIMEOUT_S)
 
     def _running(self) -> subprocess.Popen[bytes]:
         assert self._process is not None, "the job was not started"

@@ -11,7 +11,7 @@ from typing import TypeVar
 from unbroken.core import errors
 from unbroken.core.errors import SaveWarning, StepLost
 from unbroken.core.limits import REPLY_TIMEOUT_S
-from unbroken.core.messages import Bye, Committed, Error, Failed, Hello, Message, Refuse, Status, StatusReply, Verdict, Welcome
+from unbroken.core.messages import Bye, Committed, Error, Failed, Hello, Leaving, Message, Refuse, Status, StatusReply, Verdict, Welcome
 from unbroken.core.ports import Clock
 from unbroken.shm.channel import Channel, connect
 
@@ -93,6 +93,11 @@ class Link:
         if not verdict.retry:
             raise StepLost(f"step {refuse.step} cannot be tried again in place: {verdict.reason} ({why})") from why
         return verdict.attempt
+
+    def leave(self, error: BaseException) -> None:
+        """Tell the others why this rank ends, as far as somebody listens."""
+        with contextlib.suppress(OSError, errors.UnbrokenError):
+            self.send(Leaving(text=errors.describe(error)))
 
     def poll(self) -> None:
         """Take in what has arrived, without waiting. A failed save becomes one warning."""

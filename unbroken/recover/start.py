@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 from msgspec import Struct
 
 from unbroken.capture.stack import Pieces, Stack
@@ -37,11 +38,12 @@ MAX_OBJECTS = 16
 
 
 class _Found(Struct, frozen=True):
-    """What one rank read: the root of the state, or the object that is bad (`path`) and why."""
+    """What one rank read: the root of the state, or the object that is bad (`path`) and why, and on which ranks if not on all."""
 
     root: str = ""
     path: str = ""
     reason: str = ""
+    where: str = ""
 
 
 @dataclass
@@ -131,7 +133,7 @@ class Start:
                 step=plan.step,
                 stored_generation=plan.stored_generation,
                 objects=tuple(sorted({f.path for f in faults}))[:MAX_OBJECTS],
-                reason="; ".join(sorted({f"{f.path}: {f.reason}" for f in faults}))[:MAX_REASON_CHARS],
+                reason="; ".join(sorted({f"{f.path}: {f.reason}{f.where}" for f in faults}))[:MAX_REASON_CHARS],
             )
             plan = self._from_rank_0(lambda bad=bad: link.ask(bad, Plan)[0])  # type: ignore[misc]
         adopt(plan)
@@ -187,7 +189,9 @@ class Start:
 
     def _faults(self, loaded: Loaded | None, found: list[_Found]) -> list[_Found]:
         """What is bad on some rank; also where each rank read well, but not the same state (only memory can do that)."""
-        faults = [f for f in found if f.path]
+        bad = [rank for rank, f in enumerate(found) if f.path]
+        where = f" (on rank {', '.join(map(str, bad))} only)" if len(bad) < len(found) else ""
+        faults = [msgspec.structs.replace(found[rank], where=where) for rank in bad]
         if faults or len({f.root for f in found}) == 1:
             return faults
         assert loaded is not None

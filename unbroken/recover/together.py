@@ -8,6 +8,7 @@ from typing import TypeVar
 from msgspec import Struct
 
 from unbroken.core.errors import UnbrokenError
+from unbroken.core.limits import MAX_DESCRIPTION_CHARS
 from unbroken.core.messages import Error
 from unbroken.recover.link import raise_error
 from unbroken.step.exchange import Exchange
@@ -29,7 +30,7 @@ def together(exchange: Exchange, action: Callable[[], T]) -> T:
     except Exception as error:  # noqa: BLE001  (kept and raised below, after the others have been told)
         failure = error
         code = error.exit_code if isinstance(error, UnbrokenError) else 1
-        outcome = _Outcome(kind=type(error).__name__, text=str(error), code=code)
+        outcome = _Outcome(kind=type(error).__name__, text=str(error)[:MAX_DESCRIPTION_CHARS], code=code)
     outcomes = exchange.share(outcome, _Outcome)
     if failure is not None:
         raise failure

@@ -7,7 +7,7 @@ default DDP rebuilds them after the first backward, so that a resumed process ad
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
@@ -66,11 +66,12 @@ class RingUpdate(Update):
         """Keep the unit's facts; its gradient stays in `.grad`."""
         self.keep(unit, digest, weight, loss)
 
-    def reduce(self, flags: Flags) -> Reduced:
+    def reduce(self, flags: Flags, waiting: Callable[[], None] = lambda: None) -> Reduced:
         """Tell all ranks what each has computed; rank 0's buffers become everybody's, as DDP would make them at the next forward."""
         unknown = float("nan")  # a plain loop need not tell us its loss
         losses = [u.loss.item() if u.loss is not None else unknown if u.weight else 0.0 for u in self.collected]
         units = tuple(UnitFacts(u.unit, u.digest, u.weight, bits(loss), "") for u, loss in zip(self.collected, losses, strict=True))
+        waiting()
         facts = self._exchange.share(RankFacts(units=units, flags=flags), RankFacts)
         self._buffers.settle()
         for buffer in self._buffers.all:

@@ -183,8 +183,11 @@ class Update:
         """Remember a unit's facts until the collective phase; nothing is read from the device yet."""
         self.collected.append(_Unit(unit, digest, weight, None if loss is None else loss.detach().double(), changed, integers))
 
-    def reduce(self, flags: Flags) -> Reduced:
-        """The collective phase. Raises ExchangeFailed; the state is then still that of the step's beginning."""
+    def reduce(self, flags: Flags, waiting: Callable[[], None] = lambda: None) -> Reduced:
+        """The collective phase. Raises ExchangeFailed; the state is then still that of the step's beginning.
+
+        `waiting` is called when all that is this rank's own is done, the device's work included: from here on it waits for others.
+        """
         self._buffers.rewind()
         units, raw = [], b""
         num_floats = len(self._buffers.floats)
@@ -202,6 +205,7 @@ class Update:
         if late:
             self._early.stop()
         facts = RankFacts(units=tuple(units), flags=flags, present=bytes(present), integers=raw, late=late)
+        waiting()
         return self.reduction.reduce(facts)
 
     def _read_facts(self) -> list[tuple[float, list[bool]]]:

@@ -5,6 +5,7 @@
     runs/<lineage>/journal/<generation>.jsonl                       8 digits
     manifests/<step>-<generation>-<nonce>-<node>.json               step in 12 digits
     packs/<first 2 hex of nonce>/<nonce>.pack
+    hangs/<step>-<generation>-<n>.txt                               stacks, for people: no reader needs them
 
 A name's nonce is 16 hex digits that tell which generation wrote the object and 16 that are never used again: so a name is never reused,
 and a collector sees from the name alone whether the writer is of an older generation than its own.
@@ -22,12 +23,14 @@ RUN = "run.json"
 WRITER = "writer.json"
 MANIFESTS = "manifests"
 PACKS = "packs"
+HANGS = "hangs"
 
 _NONCE = re.compile(r"[0-9a-f]{32}")
 _LINEAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _NUMBER = re.compile(r"(\d{8,18})\.(json|jsonl)")
 _MANIFEST = re.compile(r"manifests/(\d{12,18})-(\d{1,18})-([0-9a-f]{32})-(\d{1,9})\.json")
 _IN_LINEAGE = re.compile(rf"runs/{_LINEAGE.pattern}/(?:log|journal)/[^/]+")
+_STACKS = re.compile(r"hangs/\d{12,18}-\d{1,18}-\d{1,9}\.txt")
 _PACK = re.compile(r"packs/([0-9a-f]{2})/(\1[0-9a-f]{30})\.pack")
 
 
@@ -99,6 +102,15 @@ def pack_origin(path: str) -> str | None:
     """Which generation wrote a pack, as its name says; None for a stray."""
     match = _PACK.fullmatch(path)
     return None if match is None else match[2][:16]
+
+
+def stacks(step: int, generation: int, n: int) -> str:
+    return f"hangs/{step:012d}-{generation}-{n}.txt"
+
+
+def is_stacks(path: str) -> bool:
+    """True for the name of a file with stacks."""
+    return bool(_STACKS.fullmatch(path))
 
 
 def is_ours(path: str) -> bool:

@@ -100,3 +100,27 @@ def test_the_reasons_of_many_ranks_fit_into_a_journal_line() -> None:
         decision = refusals.refuse(message, set(ranks), len(ranks), 100.0)
     assert decision is not None
     assert sum(map(len, decision.reasons.values())) < MAX_JOURNAL_LINE_BYTES / 2
+
+
+def test_B37_why_a_member_left_is_told_to_those_who_refused_before_and_after() -> None:
+    refusals = Refusals()
+    assert refusals.left(2, "OSError: wet disk") is None
+    early = refusals.refuse(refusal(0), ALL, 3, 100.0)
+    assert early is not None
+    assert "rank 2 is gone: OSError: wet disk" in early.verdict.reason, "it is connected still, and will not speak"
+    waiting = Refusals()
+    assert refuse_all(waiting, [0, 1]) is None
+    late = waiting.left(2, "OSError: wet disk")
+    assert late is not None
+    assert "rank 2 is gone: OSError: wet disk" in late.verdict.reason
+    refusals.opened()
+    assert refuse_all(refusals, [0, 1]) is None, "the next generation has another rank 2"
+
+
+def test_B37_a_the_rank_that_said_why_is_named_before_those_that_merely_went_after_it() -> None:
+    refusals = Refusals()
+    refusals.left(2, "OSError: wet disk")
+    refusals.left(1)
+    denied = refusals.refuse(refusal(0), {0}, 3, 100.0)
+    assert denied is not None
+    assert "rank 2 is gone: OSError: wet disk" in denied.verdict.reason
