@@ -69,6 +69,11 @@ class Keeping:
         """The generation in progress."""
         return self._plan.generation
 
+    @property
+    def num_unsaved(self) -> int:
+        """Steps applied since the newest snapshot."""
+        return self._counters.step - max(0, self._saved_step)
+
     def start(self) -> int:
         """Have memory for the snapshots to come, and journal how the start went; bytes of one slot."""
         self._snapshots.reserve(expected_bytes(self._opening.stack, self._pieces()))

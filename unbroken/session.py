@@ -89,7 +89,7 @@ class Run:
         refuse_metric_schedulers(parts.schedulers)
         self._source: Source = as_source(data, units=self._config.units)
         seed = self._config.seed if self._config.seed is not None else int(self._source.facts().get("seed") or 0)
-        self._stop = StopRequest()
+        self._stop = StopRequest(self._clock)
         self._streams = Streams(seed, device)
         self._stack = Stack(parts, self._streams)
         self._owner = os.getpid()
@@ -198,8 +198,11 @@ class Run:
         self._require_open()
         self._require_unchanged()
         self._looping = True
+        self._stop.underway()
         try:
             self._boundary()
+            if any(self._exchange.share(self._stop.requested, bool)):
+                self._obey()
             if self._at_end() and self._exchange.rank == 0:
                 print(f"unbroken: {self._directory}: nothing to do, all {self._counters.step} steps are done")
             while not self._at_end() and self._stepping.has_data():
@@ -257,7 +260,7 @@ class Run:
         Cost: 90 us, and 3 us per module.
         """
         self._require_open()
-        with self._streams.aside(), self._stack.evaluating(), torch.no_grad():
+        with self._stop.evaluating(lambda: self._keeping.num_unsaved), self._streams.aside(), self._stack.evaluating(), torch.no_grad():
             yield
 
     # -- boundaries and snapshots -------------------------------------------------------------------------------------------
@@ -280,10 +283,15 @@ class Run:
         if self._boundary_open:
             self._boundary_open = False
             if self._keeping.boundary(self._stepping.told, last=self._at_end()):
-                self._keeping.stopped(self._stop.name)
-                self.close()
-                sys.exit(0)
+                self._obey()
         self._stepping.mark()
+
+    def _obey(self) -> None:
+        """A rank was asked to stop, and this is a boundary: commit it and end."""
+        self._keeping.stopped(self._stop.name)
+        self._stop.obeyed()
+        self.close()
+        sys.exit(0)
 
 
 def _extras(given: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -39,7 +39,7 @@ if ATTEMPT == 0:
         assert min(mark["at"] for mark in second) - killed["at"] < 3.0
 
 
-def test_B36a_always_failing_uses_the_budget_and_names_code_and_logs(tmp_path: Path) -> None:
+def test_B36_a_always_failing_uses_the_budget_and_names_code_and_logs(tmp_path: Path) -> None:
     with launched(tmp_path, "sys.exit(7)", "--max-restarts", "3", "--redirects", "3") as job:
         assert job.wait() == 5
         assert len(job.marks()) == 4
@@ -50,7 +50,7 @@ def test_B36a_always_failing_uses_the_budget_and_names_code_and_logs(tmp_path: P
         assert list(Path(outcome["log_dir"]).rglob("stdout.log"))
 
 
-def test_B36b_the_budget_belongs_to_the_job_not_to_a_rank(tmp_path: Path) -> None:
+def test_B36_b_the_budget_belongs_to_the_job_not_to_a_rank(tmp_path: Path) -> None:
     script = "time.sleep(600) if RANK == ATTEMPT % 2 else sys.exit(1)"
     with launched(tmp_path, script, "--nproc-per-node", "2", "--max-restarts", "3") as job:
         assert job.wait() == 5
@@ -58,7 +58,7 @@ def test_B36b_the_budget_belongs_to_the_job_not_to_a_rank(tmp_path: Path) -> Non
         assert len(job.marks()) <= 8
 
 
-def test_B36d_a_grandchild_that_ignores_sigterm_is_gone_before_the_next_attempt(tmp_path: Path) -> None:
+def test_B36_d_a_grandchild_that_ignores_sigterm_is_gone_before_the_next_attempt(tmp_path: Path) -> None:
     script = """
 if ATTEMPT == 0 and RANK == 1:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -82,7 +82,7 @@ else:
         assert {mark["state"] for mark in job.marks("seen")} <= {"gone", "Z", "X"}
 
 
-def test_B36e_twenty_quick_restarts_while_workers_hold_the_port(tmp_path: Path) -> None:
+def test_B36_e_twenty_quick_restarts_while_workers_hold_the_port(tmp_path: Path) -> None:
     script = """
 import socket
 held = socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timeout=10)
@@ -97,7 +97,7 @@ if ATTEMPT < 20:
         assert {failure["error"] for failure in job.outcome()["failures"]} == {"SIGKILL"}
 
 
-def test_B36f_a_rank_that_ends_early_is_no_failure(tmp_path: Path) -> None:
+def test_B36_f_a_rank_that_ends_early_is_no_failure(tmp_path: Path) -> None:
     script = """
 if RANK != 2:
     sys.exit(0)

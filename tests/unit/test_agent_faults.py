@@ -269,12 +269,12 @@ def test_a_keeper_keeps_the_daemon_over_a_restart(directory: str) -> None:
     until(lambda: not lives(pid), "the daemon ends after its keeper", 5.0)
 
 
-def test_sigterm_drains_first(directory: str) -> None:
+def test_an_interrupt_drains_first(directory: str) -> None:
     with prepared_daemon(directory, "arm('drain.begin', lambda: time.sleep(0.5))") as pid:
         job = FakeJob(directory, 1)
         job.start()
         job.snapshot()
-        os.kill(pid, signal.SIGTERM)
+        os.kill(pid, signal.SIGINT)
         late = FakeRank(directory, 0, 1)
         with pytest.raises((Told, ConnectionError), match=r"ending|gone"):
             late.hello()

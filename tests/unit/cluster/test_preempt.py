@@ -11,7 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from unbroken.cluster.preempt import SIGNALS, StopRequest
+from unbroken.cluster.preempt import StopRequest
+from unbroken.core.ports import SystemClock, stop_signals
 
 Installed = tuple[StopRequest, list[int]]
 
@@ -19,18 +20,18 @@ Installed = tuple[StopRequest, list[int]]
 @pytest.fixture
 def received() -> Iterator[list[int]]:
     """Signals that reached handlers which were there before; afterwards pytest's own are back."""
-    before = {number: signal.getsignal(number) for number in SIGNALS}
+    before = {number: signal.getsignal(number) for number in stop_signals()}
     found: list[int] = []
-    for number in SIGNALS:
+    for number in stop_signals():
         signal.signal(number, lambda n, frame: found.append(n))
     yield found
     for number, handler in before.items():
         signal.signal(number, handler)
 
 
-@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("number", stop_signals())
 def test_B34_a_request_is_noted_by_name_and_the_users_handler_is_called_too(received: list[int], number: signal.Signals) -> None:
-    stop = StopRequest()
+    stop = StopRequest(SystemClock())
     signal.raise_signal(number)
     assert (stop.requested, stop.name) == (False, ""), "not before install"
     stop.install()
@@ -41,20 +42,20 @@ def test_B34_a_request_is_noted_by_name_and_the_users_handler_is_called_too(rece
 
 
 def test_afterwards_the_handlers_are_those_of_before(received: list[int]) -> None:
-    before = [signal.getsignal(number) for number in SIGNALS]
-    stop = StopRequest()
+    before = [signal.getsignal(number) for number in stop_signals()]
+    stop = StopRequest(SystemClock())
     stop.install()
-    assert [signal.getsignal(number) for number in SIGNALS] != before
+    assert [signal.getsignal(number) for number in stop_signals()] != before
     stop.remove()
-    assert [signal.getsignal(number) for number in SIGNALS] == before
+    assert [signal.getsignal(number) for number in stop_signals()] == before
     signal.raise_signal(signal.SIGTERM)
     assert not stop.requested
     stop.remove()
-    assert [signal.getsignal(number) for number in SIGNALS] == before
+    assert [signal.getsignal(number) for number in stop_signals()] == before
 
 
 def test_a_handler_that_the_user_installed_meanwhile_stays(received: list[int]) -> None:
-    stop = StopRequest()
+    stop = StopRequest(SystemClock())
     stop.install()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     stop.remove()
@@ -64,7 +65,7 @@ def test_a_handler_that_the_user_installed_meanwhile_stays(received: list[int]) 
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_several_runs_in_one_process_all_hear_it_and_go_in_any_order(received: list[int], first: int) -> None:
-    stops = [StopRequest(), StopRequest()]
+    stops = [StopRequest(SystemClock()), StopRequest(SystemClock())]
     for stop in stops:
         stop.install()
     signal.raise_signal(signal.SIGTERM)
@@ -83,7 +84,8 @@ def test_several_runs_in_one_process_all_hear_it_and_go_in_any_order(received: l
 SWALLOWED = """
 import os, signal, sys
 from unbroken.cluster.preempt import StopRequest
-stops = [StopRequest(), StopRequest()]
+from unbroken.core.ports import SystemClock
+stops = [StopRequest(SystemClock()), StopRequest(SystemClock())]
 for stop in stops:
     stop.install()
 for i in map(int, sys.argv[1]):
@@ -101,8 +103,8 @@ def test_B34_when_all_runs_have_ended_a_signal_ends_the_process_again(order: str
 
 
 def test_outside_the_main_thread_nothing_is_installed(received: list[int]) -> None:
-    before = [signal.getsignal(number) for number in SIGNALS]
-    stop = StopRequest()
+    before = [signal.getsignal(number) for number in stop_signals()]
+    stop = StopRequest(SystemClock())
 
     def act() -> None:
         stop.install()
@@ -111,6 +113,6 @@ def test_outside_the_main_thread_nothing_is_installed(received: list[int]) -> No
     thread = threading.Thread(target=act)
     thread.start()
     thread.join(10)
-    assert [signal.getsignal(number) for number in SIGNALS] == before
+    assert [signal.getsignal(number) for number in stop_signals()] == before
     signal.raise_signal(signal.SIGTERM)
     assert not stop.requested
