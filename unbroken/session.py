@@ -291,6 +291,8 @@ class Run:
         self._keeping.stopped(self._stop.name)
         self._stop.obeyed()
         self.close()
+        if self._exchange.rank == 0 and self._keeping.committed == self._counters.step:
+            print(f"unbroken: {self._directory}: asked to stop; step {self._counters.step} is committed, start again to go on")
         sys.exit(0)
 
 

@@ -7,6 +7,7 @@ address of a dead attempt can be read. Death seen -> next workers started: about
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Callable, Mapping
@@ -69,7 +70,8 @@ class Attempt:
 class Surroundings:
     """What the agent is given by the launcher. `say` prints a line for people; `grace_s` is what workers get to end by themselves.
 
-    `mark`: "NAME=value" in the environment of all that this launch starts, the node daemon excepted. `devices`: those of the workers.
+    `mark`: "NAME=value" in the environment of all that this launch starts, the node daemon excepted. `stop_file`: where workers that could
+    not hear a signal yet read that one has come. `devices`: those of the workers.
     """
 
     options: Options
@@ -80,6 +82,7 @@ class Surroundings:
     grace_s: float
     num_nodes_max: int
     mark: str
+    stop_file: str
     server: ForkServer | None = None
     devices: Devices = field(default_factory=Devices)
 
@@ -218,6 +221,8 @@ class ElasticAgent(LocalElasticAgent):
     def _begin_end(self, attempt: Attempt, sig: signal.Signals) -> None:
         self.end_signal, self._kill_at_s = sig, self._around.clock.monotonic() + self._around.grace_s
         self._around.say(f"{sig.name}: workers finish their step and commit (at most {self._around.grace_s:g} s)")
+        with contextlib.suppress(OSError), open(self._around.stop_file, "w", encoding="utf-8") as file:
+            file.write(sig.name)
         self._pass_on(attempt, sig)
 
     def _was_asked(self, attempt: Attempt) -> bool:

@@ -215,6 +215,7 @@ def _run(command: Command, launch_file: str, say: Callable[[str], None]) -> Outc
         grace_s=_grace_s(),
         num_nodes_max=config.max_nodes,
         mark=f"{LAUNCH_FILE}={launch_file}",
+        stop_file=os.environ["UNBROKEN_STOP_FILE"],
         server=server,
         devices=command.devices,
     )
@@ -235,7 +236,7 @@ def _run(command: Command, launch_file: str, say: Callable[[str], None]) -> Outc
             server.close()
         spec.rdzv_handler.shutdown()
         directory = witness.directory
-        committed = witness.progress().committed if agent.end_signal is not None or interrupted is not None else None
+        committed = witness.committed() if agent.end_signal is not None or interrupted is not None else None
         witness.close()
     failed = result is not None and result.is_failed()
     if interrupted is not None:
@@ -279,6 +280,7 @@ def _set_environment(launch_file: str, end_signals: set[signal.Signals]) -> None
     os.environ["UNBROKEN_STOP_SIGNALS"] = ",".join(more)
     os.environ["UNBROKEN_LAUNCHER_PID"] = os.environ["UNBROKEN_KEEPER_PID"] = str(os.getpid())
     os.environ[LAUNCH_FILE] = launch_file
+    os.environ["UNBROKEN_STOP_FILE"] = launch_file + ".stop"
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = HARMLESS_SIGNAL
     os.environ.pop("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", None)  # each attempt has a store of its own; rank 0 must not make another
 

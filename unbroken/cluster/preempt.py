@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-from unbroken.core.ports import Clock, stop_signals
+from unbroken.core.ports import Clock, environment, stop_signals
 
 EVALUATION_S = 2.0
 """What an evaluation gets to end by itself when it costs no more than the step that it belongs to."""
@@ -58,6 +58,8 @@ class StopRequest:
         self._listening = True
         for number in stop_signals():
             self._previous[number] = signal.signal(number, self._arrive)
+        if not self.requested and os.path.exists(environment("UNBROKEN_STOP_FILE")):
+            self._note(signal.SIGTERM)  # it came to the launcher, and then to a handler of the script's, before there was a Run
 
     def underway(self) -> None:
         """The first batch is asked for: there is something to finish now. Handlers set since `install` are called by ours."""
@@ -86,8 +88,10 @@ class StopRequest:
             self._wake = -1
         for number, previous in list(self._previous.items()):
             if signal.getsignal(number) == self._arrive and previous is not None:
-                signal.signal(number, self._later.get(number, previous))
-                del self._previous[number]
+                later = self._later.pop(number, None)
+                signal.signal(number, previous if later is None else later)
+                if later is None:
+                    del self._previous[number]
 
     @contextlib.contextmanager
     def evaluating(self, unsaved: Callable[[], int]) -> Iterator[None]:
@@ -126,14 +130,17 @@ class StopRequest:
         os.write(2, text.encode())
         os._exit(128 + signal.Signals[self.name])
 
+    def _note(self, sig: signal.Signals) -> None:
+        self._at_s = self._clock.monotonic()
+        self.name = sig.name
+        self.requested = True
+        if self._wake >= 0:
+            with contextlib.suppress(OSError):
+                os.write(self._wake, b"!")
+
     def _arrive(self, number: int, frame: FrameType | None) -> None:
         if self._listening and not self.requested:
-            self._at_s = self._clock.monotonic()
-            self.name = signal.Signals(number).name
-            self.requested = True
-            if self._wake >= 0:
-                with contextlib.suppress(OSError):
-                    os.write(self._wake, b"!")
+            self._note(signal.Signals(number))
         later, previous = self._later.get(number), self._previous.get(number)
         if later is not None and not self._is_passing_on:
             self._is_passing_on = True  # it may call us again, as the handler that it has found
