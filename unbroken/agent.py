@@ -44,6 +44,9 @@ MAX_TEXT_CHARS = 8000
 LOCK_WAIT_S = 10.0
 """How long to wait for a daemon that is shutting down."""
 
+SERVE_AFTER_SIGNAL_S = 60.0
+"""A signal to all processes of a job reaches the daemon, too, and its trainers want their last step committed: most have 30 s for it."""
+
 TICK_S = 1.0
 SHORT_TICK_S = 0.05
 MAX_FAILURES = 16
@@ -69,6 +72,7 @@ class Daemon:
         self._growing: deque[tuple[Client, m.NeedSlots, Generator[None, None, list[Slot]]]] = deque()
         self._lonely_since: float | None = clock.monotonic()
         self._ending_since: float | None = None
+        self._serve_until_s = 0.0
         self._answers: dict[type[Struct], Callable[[Client, Any], None]] = {
             m.Begin: self._begin,
             m.Bad: self._bad,
@@ -85,10 +89,11 @@ class Daemon:
         }
 
     def run(self) -> int:
-        """Serve until the last client is gone and all READY snapshots are durable, or until SIGTERM; the exit code."""
-        for sig in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(sig, self._end)
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        """Serve until the last client is gone and all READY snapshots are durable, or a signal has come; the exit code."""
+        signal.signal(signal.SIGTERM, lambda *_: self._end(SERVE_AFTER_SIGNAL_S))
+        signal.signal(signal.SIGINT, lambda *_: self._end())  # though trainers are connected
+        for sig in (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):  # meant for the trainers, if all processes of a job are signalled
+            signal.signal(sig, signal.SIG_IGN)
         signal.set_wakeup_fd(self._server.wake_fd, warn_on_full_buffer=False)
         self._board.drainer.start()
         while not self._is_over():
@@ -103,9 +108,10 @@ class Daemon:
 
     # Life
 
-    def _end(self, *_: object) -> None:
+    def _end(self, serve_s: float = 0.0) -> None:
         if self._ending_since is None:
             self._ending_since = self._clock.monotonic()
+            self._serve_until_s = self._ending_since + serve_s
 
     def _keep_place(self) -> None:
         """Be where everybody looks for us, although somebody empties the socket's folder (a cleaner of /tmp, the end of a login).
@@ -145,7 +151,7 @@ class Daemon:
         elif self._lonely_since is None:
             self._lonely_since = now
         since = self._lonely_since if self._ending_since is None else self._ending_since
-        if since is None:
+        if since is None or (now < self._serve_until_s and any(client.role == "worker" for client in self._server)):
             return False
         self._board.settle()
         if self._board.phase != "idle":
@@ -324,14 +330,14 @@ class Daemon:
 
     def _leaving(self, client: Client, message: m.Leaving | None) -> None:
         """An error ends a rank, or it has gone already (None)."""
-        why = message.text if message is not None else ""
         if client.rank >= 0:
+            why = message.text if message is not None else ""
             self._pass_verdict(self._refusals.left(client.rank, why))
             self._board.settle(gone=(client.rank, why))
 
     def _status(self, client: Client, message: m.Status) -> None:
-        members = sorted(c.rank for c in self._server if c.rank >= 0)
-        facts = {"pid": os.getpid(), "directory": self._directory, "members": members, "failures": list(self._failures)}
+        facts = {"pid": os.getpid(), "directory": self._directory, "failures": list(self._failures)}
+        facts["members"] = sorted(c.rank for c in self._server if c.rank >= 0)
         client.send(m.StatusReply(phase=self._board.phase, facts=facts | {"hang": self._watchdog.facts} | self._board.facts()))
 
     def _current(self, generation: int) -> None:
@@ -345,8 +351,7 @@ class Daemon:
         facts = {"attempt": decision.attempt, "retry": verdict.retry, "why": verdict.reason, "reasons": decision.reasons}
         self._board.write_events([EventRecord(name="refused", step=decision.step, facts=facts)])
         for rank in decision.ranks:
-            client = self._server.worker(rank)
-            if client is not None:
+            if (client := self._server.worker(rank)) is not None:
                 self._server.send(client, verdict)
 
 

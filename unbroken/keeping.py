@@ -69,6 +69,17 @@ class Keeping:
         """The generation in progress."""
         return self._plan.generation
 
+    @property
+    def num_unsaved(self) -> int:
+        """Steps applied since the newest snapshot."""
+        return self._counters.step - max(0, self._saved_step)
+
+    @property
+    def committed(self) -> int | None:
+        """The newest step that the daemon has told to be committed in this generation."""
+        news = self._opening.link.committed
+        return None if news is None else news.step
+
     def start(self) -> int:
         """Have memory for the snapshots to come, and journal how the start went; bytes of one slot."""
         self._snapshots.reserve(expected_bytes(self._opening.stack, self._pieces()))

@@ -90,7 +90,7 @@ class Run:
         refuse_metric_schedulers(parts.schedulers)
         self._source: Source = as_source(data, units=self._config.units)
         seed = self._config.seed if self._config.seed is not None else int(self._source.facts().get("seed") or 0)
-        self._stop = StopRequest()
+        self._stop = StopRequest(self._clock)
         self._streams = Streams(seed, device)
         self._stack = Stack(parts, self._streams)
         self._owner = os.getpid()
@@ -203,8 +203,11 @@ class Run:
         self._require_open()
         self._require_unchanged()
         self._looping = True
+        self._stop.underway()
         try:
             self._boundary()
+            if any(self._exchange.share(self._stop.requested, bool)):
+                self._obey()
             if self._at_end() and self._exchange.rank == 0:
                 print(f"unbroken: {self._directory}: nothing to do, all {self._counters.step} steps are done")
             while not self._at_end() and self._stepping.has_data():
@@ -266,7 +269,8 @@ class Run:
         Cost: 90 us, and 3 us per module.
         """
         self._require_open()
-        with self._pulse.within(Phase.EVAL), self._streams.aside(), self._stack.evaluating(), torch.no_grad():
+        obeying = self._stop.evaluating(lambda: self._keeping.num_unsaved)
+        with obeying, self._pulse.within(Phase.EVAL), self._streams.aside(), self._stack.evaluating(), torch.no_grad():
             yield
 
     # -- boundaries and snapshots -------------------------------------------------------------------------------------------
@@ -292,10 +296,17 @@ class Run:
             with self._pulse.within(Phase.SAVE):
                 stop = self._keeping.boundary(self._stepping.told, last=self._at_end())
             if stop:
-                self._keeping.stopped(self._stop.name)
-                self.close()
-                sys.exit(0)
+                self._obey()
         self._stepping.mark()
+
+    def _obey(self) -> None:
+        """A rank was asked to stop, and this is a boundary: commit it and end."""
+        self._keeping.stopped(self._stop.name)
+        self._stop.obeyed()
+        self.close()
+        if self._exchange.rank == 0 and self._keeping.committed == self._counters.step:
+            print(f"unbroken: {self._directory}: asked to stop; step {self._counters.step} is committed, start again to go on")
+        sys.exit(0)
 
 
 def _extras(given: Mapping[str, Any] | None) -> dict[str, Any]:

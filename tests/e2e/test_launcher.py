@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -39,50 +40,68 @@ if ATTEMPT == 0:
         assert min(mark["at"] for mark in second) - killed["at"] < 3.0
 
 
-def test_B36a_always_failing_uses_the_budget_and_names_code_and_logs(tmp_path: Path) -> None:
-    with launched(tmp_path, "sys.exit(7)", "--max-restarts", "3", "--redirects", "3") as job:
+@pytest.mark.parametrize("redirects", ["0", "3"])
+def test_B36_a_always_failing_uses_the_budget_and_names_code_and_logs(tmp_path: Path, redirects: str) -> None:
+    with launched(tmp_path, "sys.exit(7)", "--max-restarts", "3", "--redirects", redirects) as job:
         assert job.wait() == 5
         assert len(job.marks()) == 4
         outcome = job.outcome()
-        assert outcome["worker_exit_codes"] == {"0": 7}
-        assert "exit code 7" in job.stderr
-        assert outcome["log_dir"] in job.stderr
-        assert list(Path(outcome["log_dir"]).rglob("stdout.log"))
+        assert (outcome["exit_code"], outcome["restarts"], outcome["worker_exit_codes"]) == (5, 3, {"0": 7})
+        last = job.stderr.splitlines()[-1]
+        assert "3 restarts in" in last and "exit code 7" in last
+        assert f"(logs: {outcome['log_dir']})" in last
+        failures = json.loads((Path(outcome["log_dir"]) / "failures.json").read_bytes())
+        assert [failure["codes"] for failure in failures] == [[[0, 7]]] * 4
+        assert bool(list(Path(outcome["log_dir"]).rglob("stdout.log"))) is (redirects == "3")
 
 
-def test_B36b_the_budget_belongs_to_the_job_not_to_a_rank(tmp_path: Path) -> None:
+def test_B36_b_the_budget_belongs_to_the_job_not_to_a_rank(tmp_path: Path) -> None:
     script = "time.sleep(600) if RANK == ATTEMPT % 2 else sys.exit(1)"
     with launched(tmp_path, script, "--nproc-per-node", "2", "--max-restarts", "3") as job:
         assert job.wait() == 5
         assert job.outcome()["restarts"] == 3
         assert len(job.marks()) <= 8
+        assert {mark["attempt"] for mark in job.marks()} == {0, 1, 2, 3}
 
 
-def test_B36d_a_grandchild_that_ignores_sigterm_is_gone_before_the_next_attempt(tmp_path: Path) -> None:
+@pytest.mark.parametrize("preload", ["", "json"], ids=["cold", "warm"])
+def test_B36_d_a_grandchild_that_ignores_sigterm_is_gone_before_the_next_attempt(tmp_path: Path, preload: str) -> None:
+    """One in the worker's session, one in a session of its own, one that is another program in a session of its own."""
     script = """
+import subprocess
 if ATTEMPT == 0 and RANK == 1:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    child = os.fork()
-    if child == 0:
-        time.sleep(600)
-    mark("grandchild", child=child)
+    for own in (False, True):
+        child = os.fork()
+        if child == 0:
+            if own:
+                os.setsid()
+            mark("grandchild", child=os.getpid())
+            time.sleep(600)
+    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(600)"
+    other = subprocess.Popen([sys.executable, "-c", code], start_new_session=True, stdout=subprocess.PIPE)
+    other.stdout.readline()
+    mark("grandchild", child=other.pid)
+    wait_for(lambda: len(marks("grandchild")) == 3)
     os.kill(os.getpid(), signal.SIGKILL)
 elif ATTEMPT == 0:
     time.sleep(600)
-else:
-    child = marks("grandchild")[0]["child"]
+for found in marks("grandchild"):
     try:
-        state = open(f"/proc/{child}/stat").read().rsplit(")", 1)[1].split()[0]
+        state = open(f"/proc/{found['child']}/stat").read().rsplit(")", 1)[1].split()[0]
     except OSError:
         state = "gone"
     mark("seen", state=state)
 """
-    with launched(tmp_path, script, *THREE) as job:
+    with launched(tmp_path, script, *THREE, "--preload", preload, env={"OMP_NUM_THREADS": "1"}) as job:
         assert job.wait() == 0, job.stderr
+        assert len(job.marks("seen")) == 9
         assert {mark["state"] for mark in job.marks("seen")} <= {"gone", "Z", "X"}
+        assert "is gone" not in job.stderr, "the fork server is none of them"
 
 
-def test_B36e_twenty_quick_restarts_while_workers_hold_the_port(tmp_path: Path) -> None:
+@pytest.mark.parametrize("preload", ["", "json"], ids=["cold", "warm"])
+def test_B36_e_twenty_quick_restarts_while_workers_hold_the_port(tmp_path: Path, preload: str) -> None:
     script = """
 import socket
 held = socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timeout=10)
@@ -91,13 +110,13 @@ if ATTEMPT < 20:
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(600)
 """
-    with launched(tmp_path, script, "--nproc-per-node", "2") as job:
-        assert job.wait() == 0, job.stderr
+    with launched(tmp_path, script, "--nproc-per-node", "2", "--preload", preload) as job:
+        assert job.wait(120) == 0, job.stderr
         assert job.outcome()["restarts"] == 20
         assert {failure["error"] for failure in job.outcome()["failures"]} == {"SIGKILL"}
 
 
-def test_B36f_a_rank_that_ends_early_is_no_failure(tmp_path: Path) -> None:
+def test_B36_f_a_rank_that_ends_early_is_no_failure(tmp_path: Path) -> None:
     script = """
 if RANK != 2:
     sys.exit(0)

@@ -38,7 +38,7 @@ def events(run: Path, name: str) -> list[EventRecord]:
     return found
 
 
-def test_B36c_the_same_step_and_error_three_times_stops_and_names_both(tmp_path: Path) -> None:
+def test_B36_c_the_same_step_and_error_three_times_stops_and_names_both(tmp_path: Path) -> None:
     fail = "def fail(step):\n    if step == 13 and RANK == ATTEMPT % 3: raise ValueError('bad batch')\n"
     with launched(tmp_path, fail + TRAIN, "--nproc-per-node", "3") as job:
         assert job.wait(180) == 5, job.stderr
@@ -50,7 +50,7 @@ def test_B36c_the_same_step_and_error_three_times_stops_and_names_both(tmp_path:
         assert "ValueError: bad batch" in job.stderr
 
 
-def test_B36c_new_committed_steps_refill_the_budget(tmp_path: Path) -> None:
+def test_B36_c_new_committed_steps_refill_the_budget(tmp_path: Path) -> None:
     fail = """
 from unbroken.core.errors import NoCheckpoint
 from unbroken.store.repository import Repository

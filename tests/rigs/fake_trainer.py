@@ -324,4 +324,4 @@ def events_of(directory: str, generation: int) -> dict[str, EventRecord]:
 
 def shut(directory: str) -> None:
     """End the daemon in order, so that everything is on disk."""
-    kill(daemon_pid(directory), signal.SIGTERM)
+    kill(daemon_pid(directory), signal.SIGINT)

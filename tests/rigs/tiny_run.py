@@ -103,7 +103,7 @@ def end_daemon(directory: Path) -> None:
     pid = daemon_pid(directory)
     if pid is None:
         return
-    os.kill(pid, signal.SIGTERM)
+    os.kill(pid, signal.SIGINT)
     wait_until(lambda: not is_alive(pid), 20, f"end of the daemon {pid}")
 
 

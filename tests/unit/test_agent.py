@@ -323,7 +323,7 @@ def test_a_removed_run_folder_is_not_made_again_by_a_daemon_that_ends(directory:
     job.train(3)
     pid = daemon_pid(directory)
     shutil.rmtree(directory)
-    kill(pid, signal.SIGTERM)
+    kill(pid, signal.SIGINT)
     assert not os.path.exists(directory)
     job.vanish()
 

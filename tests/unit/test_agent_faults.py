@@ -269,12 +269,27 @@ def test_a_keeper_keeps_the_daemon_over_a_restart(directory: str) -> None:
     until(lambda: not lives(pid), "the daemon ends after its keeper", 5.0)
 
 
-def test_sigterm_drains_first(directory: str) -> None:
+def test_B34_a_signal_to_the_whole_job_ends_the_daemon_only_after_its_trainers(directory: str) -> None:
+    with prepared_daemon(directory, "") as pid:
+        job = FakeJob(directory, 1)
+        job.start()
+        for sig in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGTERM):
+            os.kill(pid, sig)
+        time.sleep(0.5)
+        job.train(2)
+        job.save()
+        assert steps(directory)[-1] == 2
+        assert lives(pid)
+        job.vanish()
+        until(lambda: not lives(pid), "the daemon ends")
+
+
+def test_an_interrupt_drains_first(directory: str) -> None:
     with prepared_daemon(directory, "arm('drain.begin', lambda: time.sleep(0.5))") as pid:
         job = FakeJob(directory, 1)
         job.start()
         job.snapshot()
-        os.kill(pid, signal.SIGTERM)
+        os.kill(pid, signal.SIGINT)
         late = FakeRank(directory, 0, 1)
         with pytest.raises((Told, ConnectionError), match=r"ending|gone"):
             late.hello()

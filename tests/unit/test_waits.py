@@ -25,6 +25,7 @@ SOCKET_METHODS = {"recv", "recvmsg", "recvfrom", "recv_into", "accept", "connect
 ALLOWED = {
     "cluster/elastic.py ElasticAgent._rendezvous group.store.get": "the store has TorchElastic's timeout for one request",
     "cluster/forked.py ForkServer._hear self._connection.recv_bytes": "poll(timeout) has said that something is there",
+    "cluster/preempt.py StopRequest._watch os.read": "the pipe is O_NONBLOCK",
     "cluster/signals.py SignalInbox.take os.read": "the pipe is O_NONBLOCK",
     "cluster/warm.py fork_worker os.read": "the process at the other end has ended",
     "cluster/warm.py fork_worker os.waitpid": "the process in between forks and ends at once; the launcher waits ORDER_TIMEOUT_S",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
 import typer
 
 import unbroken
 from unbroken.cli import certify, demo, ls, run, show, verify
+from unbroken.cli.output import fail
 
 app = typer.Typer(
     name="unbroken",
@@ -38,5 +40,17 @@ def options(
 
 
 def main() -> None:
-    """Entry point of the `unbroken` command."""
-    app()
+    """Entry point of the `unbroken` command. With --json a usage error, too, is one JSON document."""
+    if "--json" not in sys.argv[1:]:
+        app()
+        return
+    try:
+        code = app(standalone_mode=False)
+    except typer.Abort:
+        sys.exit(1)
+    except Exception as error:
+        text = getattr(error, "format_message", None)  # click's class of a usage error, whose place depends on typer's version
+        if text is None:
+            raise
+        raise SystemExit(fail("UsageError", text(), 2, as_json=True)) from None
+    sys.exit(code if isinstance(code, int) else 0)

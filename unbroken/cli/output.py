@@ -63,9 +63,13 @@ def errors_as_exit_codes(as_json: bool) -> Iterator[None]:
         raise _fail(error, 1, as_json) from error
 
 
-def _fail(error: Exception, code: int, as_json: bool) -> typer.Exit:
-    kind = type(error).__name__
+def fail(kind: str, text: str, code: int, *, as_json: bool) -> int:
+    """Say what went wrong, for machines if they ask, and for people; the exit code."""
     if as_json:
-        print_json({"error": {"kind": kind, "text": str(error), "exit_code": code}})
-    print(f"unbroken: {kind}: {error}", file=sys.stderr)
-    return typer.Exit(code)
+        print_json({"error": {"kind": kind, "text": text, "exit_code": code}})
+    print(f"unbroken: {kind}: {text}", file=sys.stderr)
+    return code
+
+
+def _fail(error: Exception, code: int, as_json: bool) -> typer.Exit:
+    return typer.Exit(fail(type(error).__name__, str(error), code, as_json=as_json))

@@ -25,6 +25,8 @@ def command(
         outcome, wants_json = start(args or [], say)
     if wants_json:
         print_json(outcome)
-    if outcome.exit_code:
-        say(outcome.reason + (f" (logs: {outcome.log_dir})" if outcome.log_dir else ""))
+    if outcome.exit_code and outcome.failures and outcome.failures[-1].message:
+        say(f"the whole error of rank {outcome.failures[-1].rank}:\n{outcome.failures[-1].message}")
+    if outcome.exit_code or outcome.end_signal:
+        say(outcome.reason + (f" (logs: {outcome.log_dir})" if outcome.exit_code and outcome.log_dir else ""))
     raise typer.Exit(outcome.exit_code)

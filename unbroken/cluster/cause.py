@@ -13,6 +13,9 @@ from unbroken.cluster.decide import describe
 MAX_ERROR_CHARS = 300
 """Of an error's first line, which is what reasons quote; the whole text stays in the error file."""
 
+MAX_MESSAGE_CHARS = 8000
+"""Of a whole error, which is shown once, when the job ends."""
+
 MISTAKES = frozenset({"ValueError", "TypeError", "SyntaxError", "ImportError", "FileNotFoundError"})
 """Kinds of errors, those derived from them included, that a program meets again when it is started again as it was."""
 
@@ -32,6 +35,12 @@ def root_cause(failed: Mapping[int, tuple[int, str]]) -> tuple[int, str]:
         ranked.append((code > 0, moment_ns, rank, describe(code) + (f": {line}" if line else "")))
     _, _, rank, error = min(ranked)
     return rank, error
+
+
+def whole_message(code: int, path: str) -> str:
+    """The text of a failure where its first line is not all: remedies stand below. "" otherwise."""
+    text = read_error_file(path)[0].strip() if code > 0 else ""
+    return text[:MAX_MESSAGE_CHARS] if text[:MAX_ERROR_CHARS] != text or "\n" in text else ""
 
 
 def has_error(path: str) -> bool:

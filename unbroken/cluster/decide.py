@@ -1,4 +1,4 @@
-"""Whether failed workers are started again: a pure function of what has failed so far."""
+"""Whether failed workers are started again, and where: a pure function of what has failed so far."""
 
 from __future__ import annotations
 
@@ -9,10 +9,23 @@ from typing import Literal
 
 from msgspec import Struct
 
-Decision = Literal["restart", "stop", "done"]
+Decision = Literal["restart", "evict", "stop", "done"]
 
 FINAL_EXIT_CODES = (3, 4)
 """NoCheckpoint and Refused: starting again would meet the same folder in the same state."""
+
+MAX_STEPS_NAMED = 4
+"""Of the steps at which a device failed, the newest ones."""
+
+
+class Place(Struct, frozen=True):
+    """Where a rank ran: the name of its host, and of its device as the host's list of visible devices has it."""
+
+    node: str
+    device: str
+
+    def __str__(self) -> str:
+        return f"device {self.device} of {self.node}"
 
 
 class Failure(Struct, frozen=True, kw_only=True):
@@ -21,7 +34,9 @@ class Failure(Struct, frozen=True, kw_only=True):
     `rank` is the one whose failure explains the others, `error` that failure in words. `step` is the step the attempt was working on,
     None when it reached none or is not known; `committed` the newest committed step at that moment. `asked_to_end`: a signal had
     already asked the whole job to end. `is_mistake`: no run has been opened in this launch, and every rank ended with an exception of
-    a kind that comes again (a wrong argument, a missing module or file).
+    a kind that comes again (a wrong argument, a missing module or file). `place`: where `rank` ran, None if it has no device of its own
+    or its error is one that programs make and devices do not. `evicted`: the place was given up after this failure. `message`: the
+    whole error, where `error` is only its first line.
     """
 
     at_s: float
@@ -32,17 +47,29 @@ class Failure(Struct, frozen=True, kw_only=True):
     committed: int | None = None
     asked_to_end: bool = False
     is_mistake: bool = False
+    place: Place | None = None
+    evicted: bool = False
+    message: str = ""
 
 
 class Options(Struct, frozen=True, kw_only=True):
     """`max_restarts` restarts without a new committed step; `same_step` failures with one error at one step end the job.
 
     `same_start`: so do failures with one error before any step was reached; None (a budget was given by hand): only the budget counts.
+
+    `same_place` failures in a row at one place, at different steps and within `same_place_s` seconds, are the place's: it is evicted.
+    That leaves work for `devices` minus those evicted; at least `min_workers` must go on, at most `max_workers` are wanted. Failures that
+    lie further apart than a day say little about a device: over a month, one of eight has two of the job's by chance.
     """
 
     max_restarts: int = 100
     same_step: int = 3
     same_start: int | None = 3
+    same_place: int = 2
+    same_place_s: float = 86400.0
+    devices: int = 0
+    min_workers: int = 1
+    max_workers: int = 1
 
 
 DEFAULT_OPTIONS = Options()
@@ -62,13 +89,17 @@ def decide(now_s: float, history: Sequence[Failure], options: Options) -> tuple[
         return "stop", f"{what}; no run was opened, and starting again cannot change that"
     alike = _alike(history)
     if last.step is not None and alike >= options.same_step:
-        return "stop", f"step {last.step} failed {alike} times with the same error: {what}"
+        return "stop", f"step {last.step} failed {alike} times with the same error{_on_devices(history)}: {what}"
     if last.step is None and options.same_start is not None and alike >= options.same_start and _is_programs_own(last):
         return "stop", f"failed {alike} times before any step with the same error: {what}"
+    followed = _at_one_place(history, options)
+    if followed and workers_without(history, options) >= options.min_workers:
+        return "evict", f"{what}; {followed} while others did not, and is left out"
     used, since_s = _spent(history)
     if used > options.max_restarts:
         return "stop", f"{options.max_restarts} restarts in {now_s - since_s:.0f} s brought no new committed step: {what}"
-    return "restart", f"{what}; restart {used} of {options.max_restarts} without a new committed step"
+    hint = f"; {followed} while others did not, and nothing can take its place" if followed else ""
+    return "restart", f"{what}; restart {used} of {options.max_restarts} without a new committed step{hint}"
 
 
 def exit_code(history: Sequence[Failure], end_signal: int | None, options: Options = DEFAULT_OPTIONS) -> int:
@@ -95,6 +126,43 @@ def _alike(history: Sequence[Failure]) -> int:
     return sum(1 for f in history if f.step == last.step and _fingerprint(f.error) == _fingerprint(last.error))
 
 
+def workers_without(history: Sequence[Failure], options: Options) -> int:
+    """How many workers can go on without the place of the last failure and without those evicted before."""
+    return min(options.max_workers, options.devices - len(_evicted(history) | {history[-1].place}))
+
+
+def _evicted(history: Sequence[Failure]) -> set[Place | None]:
+    return {failure.place for failure in history if failure.evicted}
+
+
+def _at_one_place(history: Sequence[Failure], options: Options) -> str:
+    """In words, that the newest failures follow the place of the last one, "" if they do not.
+
+    Failures of places that are gone already are passed over. Where one worker is all, its place cannot be told from the program.
+    """
+    last, gone = history[-1], _evicted(history)
+    row: list[Failure] = []
+    for failure in reversed(history):
+        if failure.place in gone and failure.place is not None:
+            continue
+        if failure.place != last.place or last.at_s - failure.at_s > options.same_place_s:
+            break
+        row.append(failure)
+    steps = {failure.step for failure in row}
+    follows_step = len(steps) == 1 and None not in steps
+    if last.place is None or options.max_workers < 2 or len(row) < options.same_place or follows_step:
+        return ""
+    named = ", ".join("before any" if failure.step is None else str(failure.step) for failure in reversed(row[:MAX_STEPS_NAMED]))
+    return f"{last.place} failed {len(row)} times (steps: {named})"
+
+
+def _on_devices(history: Sequence[Failure]) -> str:
+    """That a step failed wherever it was computed, if that is known."""
+    last = history[-1]
+    places = {failure.place for failure in history if failure.step == last.step} - {None}
+    return f" on {len(places)} devices" if len(places) > 1 else ""
+
+
 def _fingerprint(error: str) -> str:
     """A text without what changes from one life to the next (ports, addresses); exit codes and signal numbers stay."""
     head, _, text = error.partition(":")
@@ -112,10 +180,10 @@ def _is_programs_own(failure: Failure) -> bool:
 
 
 def _spent(history: Sequence[Failure]) -> tuple[int, float]:
-    """Failures since the newest commit grew for the last time, and the moment of the first of them."""
-    best, used, since = -1, 0, history[0].at_s
+    """Failures since the newest commit grew for the last time, and the moment of the first of them. Those of evicted places are free."""
+    best, used, since, gone = -1, 0, history[0].at_s, _evicted(history)
     for failure in history:
         if failure.committed is not None and failure.committed > best:
             best, used, since = failure.committed, 0, failure.at_s
-        used += 1
+        used += failure.place is None or failure.place not in gone
     return used, since

@@ -7,6 +7,7 @@ address of a dead attempt can be read. Death seen -> next workers started: about
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Callable, Mapping
@@ -14,19 +15,22 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
+from msgspec import structs
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from unbroken.cluster.cause import has_error, is_mistake, root_cause
-from unbroken.cluster.decide import Failure, Options, decide, describe
+from unbroken.cluster.cause import has_error, is_mistake, root_cause, whole_message
+from unbroken.cluster.decide import Failure, Options, Place, decide, describe, workers_without
+from unbroken.cluster.devices import Devices
 from unbroken.cluster.forked import ForkServer, started_by
 from unbroken.cluster.signals import SignalInbox
+from unbroken.cluster.strays import end_strays
 from unbroken.cluster.witness import Witness
-from unbroken.core.os import HANG_EXIT_CODE, kill_group, peek_exit, pidfd, wait_any
-from unbroken.core.ports import Clock
+from unbroken.core.os import HANG_EXIT_CODE, hostname, kill_group, peek_exit, pidfd, wait_any
+from unbroken.core.ports import Clock, stop_signals
 
 LOOK_INTERVAL_S = 1.0
 """Between looks at things that announce nothing: the launch file, and on several nodes the rendezvous."""
@@ -64,7 +68,11 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What the agent is given by the launcher. `say` prints a line for people; `grace_s` is what workers get to end by themselves."""
+    """What the agent is given by the launcher. `say` prints a line for people; `grace_s` is what workers get to end by themselves.
+
+    `mark`: "NAME=value" in the environment of all that this launch starts, the node daemon excepted. `stop_file`: where workers that could
+    not hear a signal yet read that one has come. `devices`: those of the workers.
+    """
 
     options: Options
     witness: Witness
@@ -73,7 +81,10 @@ class Surroundings:
     say: Callable[[str], None]
     grace_s: float
     num_nodes_max: int
+    mark: str
+    stop_file: str
     server: ForkServer | None = None
+    devices: Devices = field(default_factory=Devices)
 
 
 class ElasticAgent(LocalElasticAgent):
@@ -85,6 +96,7 @@ class ElasticAgent(LocalElasticAgent):
         self.end_signal: signal.Signals | None = None
         self.reason = ""
         self.num_restarts = 0
+        self.devices = around.devices
         self._around = around
         self._attempt: Attempt | None = None
         self._kill_at_s: float | None = None
@@ -109,12 +121,15 @@ class ElasticAgent(LocalElasticAgent):
                 decision, self.reason = decide(detected_s, self.history, self._around.options)
                 if decision == "stop":
                     return self._failed(group, attempt, causes)
+                if decision == "evict":
+                    self._evict(group)
             else:
                 self.reason = "nodes joined or left"
             self._around.say(self.reason)
             self._start_again(group, self.history[-1] if causes else None, detected_s)
 
     def _start_again(self, group: WorkerGroup, failure: Failure | None, detected_s: float) -> None:
+        self._end_strays()
         self._remaining_restarts -= 1
         self.num_restarts += 1
         self._close_attempt()
@@ -128,8 +143,27 @@ class ElasticAgent(LocalElasticAgent):
             "exit_codes": {str(rank): code for rank, code in codes.items()},
             "signals": {str(rank): describe(code) for rank, code in codes.items() if code < 0},
         }
+        if failure is not None and failure.evicted:
+            facts |= {"evicted": str(failure.place), "workers": group.spec.local_world_size}
         self._around.witness.note("recovery", {"detect": detected_s, "respawn": respawn_s}, facts)
         self._around.say(f"workers started again {(respawn_s - detected_s) * 1000:.0f} ms after the failure was seen")
+
+    def _evict(self, group: WorkerGroup) -> None:
+        """Go on without the device of the last failure: on a spare, or with fewer workers. Any number of ranks ends in the same bits."""
+        failure = self.history[-1]
+        assert failure.place is not None, "a failure without a place cannot evict it"
+        group.spec.local_world_size = workers_without(self.history, self._around.options)
+        self.history[-1] = structs.replace(failure, evicted=True)
+        self.devices = self.devices.without(failure.place.device)
+        os.environ.update(self.devices.environment())
+        group.workers = self._assign_worker_ranks(group.store, group.group_rank, group.group_world_size, group.spec)
+        self._around.say(f"{failure.place} is left out, {group.spec.local_world_size} workers go on")
+
+    def _end_strays(self) -> None:
+        """Nothing of this attempt may touch a port, the run folder or a device when the next one does."""
+        server = self._around.server
+        for pid in end_strays(self._around.mark, [server.pid] if server is not None and server.pid is not None else [], self._around.clock):
+            self._around.say(f"process {pid} of the attempt that failed cannot be killed: it sits in the kernel")
 
     def _succeeded(self, group: WorkerGroup) -> RunResult:
         group.state = WorkerState.SUCCEEDED
@@ -140,6 +174,7 @@ class ElasticAgent(LocalElasticAgent):
 
     def _failed(self, group: WorkerGroup, attempt: Attempt, causes: dict[int, int]) -> RunResult:
         group.state = WorkerState.FAILED
+        self._end_strays()
         failures = {}
         for local, code in causes.items():
             failure = ProcessFailure(local_rank=local, pid=attempt.pids[local], exitcode=code, error_file="")
@@ -154,7 +189,9 @@ class ElasticAgent(LocalElasticAgent):
             for local, pid in attempt.pids.items():
                 if local not in attempt.codes and (code := peek_exit(pid)) is not None:
                     attempt.codes[local] = code
-            if attempt.has_ended or (attempt.has_failed and self.end_signal is None):
+            if attempt.has_ended:
+                return attempt
+            if attempt.has_failed and self.end_signal is None and not self._was_asked(attempt):
                 return attempt
             self._obey_signals(attempt)
             if self._around.num_nodes_max > 1 and self._worker_group.spec.rdzv_handler.num_nodes_waiting() > 0:
@@ -173,15 +210,29 @@ class ElasticAgent(LocalElasticAgent):
         now_s = self._around.clock.monotonic()
         for sig in self._around.inbox.take():
             if self.end_signal is None:
-                self.end_signal, self._kill_at_s = sig, now_s + self._around.grace_s
-                self._around.say(f"{sig.name}: workers finish their step and commit (at most {self._around.grace_s:g} s)")
-                self._pass_on(attempt, sig)
+                self._begin_end(attempt, sig)
             elif sig == signal.SIGINT:
                 self._kill_at_s = now_s
         if self._kill_at_s is not None and now_s >= self._kill_at_s:
             self._kill_at_s = now_s + LOOK_INTERVAL_S
             for pid in attempt.pids.values():
                 kill_group(pid)
+
+    def _begin_end(self, attempt: Attempt, sig: signal.Signals) -> None:
+        self.end_signal, self._kill_at_s = sig, self._around.clock.monotonic() + self._around.grace_s
+        self._around.say(f"{sig.name}: workers finish their step and commit (at most {self._around.grace_s:g} s)")
+        with contextlib.suppress(OSError), open(self._around.stop_file, "w", encoding="utf-8") as file:
+            file.write(sig.name)
+        self._pass_on(attempt, sig)
+
+    def _was_asked(self, attempt: Attempt) -> bool:
+        """Has a worker ended by a signal that asks it to stop, before it had anything to finish? Then that was meant for the job."""
+        failed = {code for code in attempt.codes.values() if code != 0}
+        asked = [sig for sig in stop_signals() if failed & {-sig, 128 + sig}]
+        if not asked or any(code < 0 and -code not in asked for code in failed):
+            return False
+        self._begin_end(attempt, asked[0])
+        return True
 
     def _pass_on(self, attempt: Attempt, sig: signal.Signals) -> None:
         """To the workers alone, not to their children. SIGUSR1 stays itself, every other wish to end becomes SIGTERM."""
@@ -219,8 +270,13 @@ class ElasticAgent(LocalElasticAgent):
         late = {local: 1 for local, path in error_files.items() if local not in attempt.codes and has_error(path)}
         failed = {group.workers[local].global_rank: (code, error_files.get(local, "")) for local, code in (causes | late).items()}
         rank, error = root_cause(failed)
+        code, error_file = failed[rank]
+        is_programs, message = code > 0 and is_mistake(error_file), whole_message(code, error_file)
         if opened and progress.hang:
             rank, error = max(progress.hanging, 0), f"{describe(HANG_EXIT_CODE)}: {progress.hang}"
+            is_programs, message = False, error
+        local = next((local for local, worker in enumerate(group.workers) if worker.global_rank == rank), None)
+        device = None if local is None else self.devices.of(local)
         failure = Failure(
             at_s=detected_s,
             codes=tuple(sorted((r, code) for r, (code, _) in failed.items())),
@@ -230,11 +286,14 @@ class ElasticAgent(LocalElasticAgent):
             committed=progress.committed,
             asked_to_end=self.end_signal is not None,
             is_mistake=len(failed) == len(attempt.pids) and self._only_mistakes(causes | late),
+            place=None if device is None or is_programs else Place(hostname(), device),
+            message=message,
         )
-        self.history = [*self.history[1 - MAX_HISTORY :], failure]
+        older = [old for old in self.history[: 1 - MAX_HISTORY] if old.evicted]
+        self.history = [*older, *self.history[1 - MAX_HISTORY :], failure]
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        with started_by(self._around.server) as why:
+        with started_by(self._around.server, self._around.inbox.interrupting) as why:
             pids: dict[int, int] = super()._start_workers(worker_group)
         for line in why:
             self._around.say(line)

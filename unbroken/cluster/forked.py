@@ -7,7 +7,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
@@ -30,7 +31,10 @@ ORDER_TIMEOUT_S = 30.0
 END_TIMEOUT_S = 30.0
 """A killed server that does not die in this time is left behind."""
 
-SERVER_CODE = "import sys; from unbroken.cluster.warm import main; main(sys.argv[1:])"
+ROOM_FOR_TITLES = 4096
+"""The workers' titles overwrite the server's command line, not its environment: by that strays are known (see strays.py)."""
+
+SERVER_CODE = "import sys; from unbroken.cluster.warm import main; main(sys.argv[1:])" + " " * ROOM_FOR_TITLES
 
 WORKER_COMMAND = ("-u", "-m", "unbroken.cluster.worker")
 
@@ -53,10 +57,20 @@ class ForkServer:
         """Start the server; it warms up on its own."""
         ours, theirs = Pipe()
         command = [sys.executable, "-u", "-c", SERVER_CODE, str(theirs.fileno()), *self._modules]
-        environment = dict(whole_environment()) | dict.fromkeys(ONE_THREAD, "1")
+        environment = dict(whole_environment()) | dict.fromkeys(ONE_THREAD, "1") | {"SPT_NOENV": "1"}
         self._process = subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()], start_new_session=True)
         theirs.close()
         self._connection = ours
+
+    @property
+    def pid(self) -> int | None:
+        """The server's process, None when there is none."""
+        return self._process.pid if self._process is not None else None
+
+    def warm_up(self) -> None:
+        """Wait until the server is ready, or gone: the next fork says why."""
+        with contextlib.suppress(ServerLost):
+            self._warm_up()
 
     def close(self) -> None:
         """Let the server end; its workers have other parents."""
@@ -179,13 +193,18 @@ def can_fork(arguments: dict[str, Any]) -> bool:
 
 
 @contextlib.contextmanager
-def started_by(server: ForkServer | None) -> Iterator[list[str]]:
-    """Within, TorchElastic's agent gets its workers from the server; from itself where that cannot be, and why is in the list."""
+def started_by(server: ForkServer | None, waiting: Callable[[], AbstractContextManager[None]]) -> Iterator[list[str]]:
+    """Within, TorchElastic's agent gets its workers from the server; from itself where that cannot be, and why is in the list.
+
+    A server that is still warming up is waited for inside `waiting()`.
+    """
     why: list[str] = []
 
     def start(**arguments: Any) -> Any:
         if server is None or not can_fork(arguments):
             return start_processes(**arguments)
+        with waiting():
+            server.warm_up()
         start_method = arguments.pop("start_method")
         context = ForkedContext(server, **arguments)
         try:

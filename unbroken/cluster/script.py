@@ -106,6 +106,12 @@ def _programs_frames(frames: TracebackType | None) -> TracebackType | None:
     return frames
 
 
+def _in_words(error: BaseException) -> str:
+    """The whole message and the notes, without the place in the source that a SyntaxError shows first."""
+    lines = traceback.format_exception_only(error)
+    return "".join(lines[-1:] if isinstance(error, SyntaxError) else lines).strip()
+
+
 def _write_error_file(error: BaseException, frames: TracebackType | None) -> None:
     """In TorchElastic's own format, whole or not at all. A full disk must not hide the error itself."""
     path = environment("TORCHELASTIC_ERROR_FILE")
@@ -117,7 +123,7 @@ def _write_error_file(error: BaseException, frames: TracebackType | None) -> Non
         "kinds": " ".join(kind.__name__ for kind in type(error).__mro__),  # ours: the launcher asks whether it can come out otherwise
     }
     try:
-        text = json.dumps({"message": {"message": traceback.format_exception_only(error)[-1].strip(), "extraInfo": extra}})
+        text = json.dumps({"message": {"message": _in_words(error), "extraInfo": extra}})
         with open(f"{path}.part", "w", encoding="utf-8") as file:
             file.write(text)
         os.replace(f"{path}.part", path)

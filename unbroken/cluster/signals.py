@@ -19,6 +19,8 @@ def named(names: str) -> set[signal.Signals]:
             found.add(signal.Signals[name])
         except KeyError:
             raise ValueError(f"--signals-to-handle: no signal is called {name!r}") from None
+        if name in ("SIGKILL", "SIGSTOP"):
+            raise ValueError(f"--signals-to-handle: no process can handle {name}")
     return found
 
 

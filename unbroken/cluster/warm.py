@@ -34,6 +34,10 @@ ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 """Libraries that start threads when they are imported, unless told otherwise."""
 
 
+GROUP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+"""What a scheduler sends to all processes of a job. It means the workers: the server ends with the launcher."""
+
+
 class Warmed(Struct, frozen=True, kw_only=True):
     """What the server says once, when it is ready: modules left out, with the reason; `spoiled_by` the one after which it must not fork."""
 
@@ -61,6 +65,7 @@ def main(argv: list[str]) -> None:
     """Serve the launcher at the other end of descriptor `argv[0]` until it closes its end. In a forked worker this does not return."""
     die_with_parent()
     on_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the keyboard's interrupt is the launcher's business
+    signal.pthread_sigmask(signal.SIG_BLOCK, GROUP_SIGNALS)  # and in a worker, until it is one: what comes before is kept for it
     setproctitle(f"unbroken: warm fork server of process {os.getppid()}")
     launcher = os.getppid()
     connection = Connection(int(argv[0]))
@@ -140,6 +145,7 @@ def _become_worker(order: Order, launcher: int, connection: Connection, on_inter
     setproctitle(" ".join([sys.executable, *order.argv]))  # what people and their scripts look for with ps and pgrep
     _draw_anew()
     _use_threads(order.env.get("OMP_NUM_THREADS", ""))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, GROUP_SIGNALS)
     script.main(list(order.argv))
 
 

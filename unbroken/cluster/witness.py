@@ -16,6 +16,8 @@ from msgspec import Struct
 from unbroken.core.errors import UnbrokenError
 from unbroken.core.messages import Bye, Error, Hello, Message, Note, Status, StatusReply, Welcome
 from unbroken.shm.channel import Channel, connect
+from unbroken.store.repository import Repository
+from unbroken.store.tiers.disk import DiskTier
 
 MAX_LAUNCH_FILE_BYTES = 1 << 20
 """The workers write one line per Run; a longer file is not ours."""
@@ -79,6 +81,16 @@ class Witness:
         except WORLDS_FAULT:
             self.close()
             return Progress()
+
+    def committed(self) -> int | None:
+        """The newest committed step as the daemon says, or, when it has gone, the folder; None where neither does."""
+        committed, directory = self.progress().committed, self.directory
+        if committed is not None or directory is None:
+            return committed
+        try:
+            return max((commit.step for commit in Repository.open(DiskTier(directory)).visible()), default=None)
+        except WORLDS_FAULT:
+            return None
 
     def note(self, name: str, at: dict[str, float], facts: dict[str, Any]) -> None:
         """Leave an event with the daemon, which journals it with the next generation."""

@@ -16,7 +16,7 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 PR_SET_PDEATHSIG = 1
@@ -121,6 +121,30 @@ def kill_group(leader: int, sig: int = signal.SIGKILL) -> None:
         os.killpg(leader, sig)
 
 
+def processes_with(entry: str) -> Iterator[tuple[int, int]]:
+    """Processes of this user that were started with `entry` ("NAME=value") in their environment: pid, and a descriptor.
+
+    The caller closes the descriptors. This process is passed over. Cost: 3 us per process of the host, 15 us more for this user's.
+    """
+    wanted = entry.encode()
+    for found in os.scandir("/proc"):
+        if not found.name.isdigit() or int(found.name) == os.getpid():
+            continue
+        fd = -1
+        try:
+            if found.stat().st_uid != os.geteuid():
+                continue
+            fd = os.pidfd_open(int(found.name))  # before it is looked at: from here on the number cannot become another process's
+            with open(f"/proc/{found.name}/environ", "rb") as f:
+                matches = wanted in f.read().split(b"\0")
+        except OSError:  # it has ended, or hides what it is
+            matches = False
+        if matches:
+            yield int(found.name), fd
+        elif fd >= 0:
+            os.close(fd)
+
+
 def start_module(module: str, args: Sequence[str], env: Mapping[str, str], log: str) -> int:
     """Start `python -m module args` in a session of its own, detached from our terminal and pipes; its pid.
 
@@ -213,12 +237,14 @@ def sync_directory(path: str) -> None:
         os.close(fd)
 
 
-def heed_only(pid: int) -> None:
-    """From now on SIGTERM ends this process only when `pid` sent it, and SIGUSR1 never does.
+def heed_only(pid: int, ignored: Sequence[signal.Signals] = ()) -> None:
+    """From now on SIGTERM ends this process only when `pid` sent it, and those `ignored` never do.
 
     A signal to a whole job also reaches a trainer's loader processes, whose trainer still needs them to finish its step.
     """
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    for sig in ignored:
+        if sig != signal.SIGTERM:
+            signal.signal(sig, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
     def watch() -> None:

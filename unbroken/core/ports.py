@@ -8,6 +8,7 @@ from __future__ import annotations
 import builtins
 import os
 import secrets
+import signal
 import time
 from collections.abc import Callable, Iterable
 from datetime import datetime, timezone
@@ -110,6 +111,12 @@ def arm(name: str, strike: Callable[[], None] | None) -> None:
 def environment(name: str, default: str = "") -> str:
     """One environment variable; the only place that reads UNBROKEN_* and the launcher's."""
     return os.environ.get(name, default)
+
+
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """Signals that ask a trainer to finish its step and end: SIGTERM, SIGUSR1, and what the launcher was told besides."""
+    more = (name for name in environment("UNBROKEN_STOP_SIGNALS").split(",") if name in signal.Signals.__members__)
+    return tuple(dict.fromkeys((signal.SIGTERM, signal.SIGUSR1, *(signal.Signals[name] for name in more))))
 
 
 def whole_environment() -> dict[str, str]:

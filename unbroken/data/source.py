@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from unbroken.core.os import die_with_parent, heed_only
+from unbroken.core.ports import stop_signals
 
 Grade = Literal["exact", "equal-world-size", "order-only"]
 
@@ -203,7 +204,7 @@ class _WorkerStart:
     def __call__(self, worker: int) -> None:
         if self.from_main_thread:  # the death signal would come with the end of the thread that made us
             die_with_parent()
-        heed_only(self.trainer)
+        heed_only(self.trainer, stop_signals())
         if self.first is not None:
             self.first(worker)
 

@@ -196,6 +196,22 @@ def test_usage_errors_are_exit_2(args: list[str]) -> None:
     assert done.stdout == ""
 
 
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["ls"], "Missing argument 'DIR'"),
+        (["show", "a", "--step", "x"], "Invalid value for '--step'"),
+        (["show", "a", "--step", "1"], "--step chooses the checkpoint for --variables"),
+        (["nonsense"], "No such command 'nonsense'"),
+        (["verify", "a", "--nonsense"], "No such option: --nonsense"),
+    ],
+)
+def test_usage_errors_are_json_where_that_is_asked_for(args: list[str], words: str) -> None:
+    error = json_of(*args, code=2)["error"]
+    assert words in error["text"]
+    assert error["exit_code"] == 2
+
+
 def test_a_demo_folder_with_files_in_it_is_refused(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("not yours")
     done = unbroken("demo", "--dir", tmp_path, code=2)

@@ -8,7 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from unbroken.cluster.cause import MAX_ERROR_FILE_BYTES, has_error, is_mistake, read_error_file, root_cause
+from unbroken.cluster.cause import (
+    MAX_ERROR_FILE_BYTES,
+    MAX_MESSAGE_CHARS,
+    has_error,
+    is_mistake,
+    read_error_file,
+    root_cause,
+    whole_message,
+)
 
 
 def error_file(folder: Path, text: str, written_ns: int) -> str:
@@ -83,3 +91,14 @@ def test_a_mistake_is_told_by_the_kinds_of_its_error(tmp_path: Path, extra: obje
     path.write_text(json.dumps({"message": {"message": "ValueError: x", "extraInfo": extra}}))
     assert is_mistake(str(path)) is expected
     assert not is_mistake(str(tmp_path / "none"))
+
+
+def test_a_message_of_several_lines_is_kept_whole_for_the_end(tmp_path: Path) -> None:
+    """The remedy often stands in its last line."""
+    text = "unbroken.core.errors.LayoutMismatch: other facts:\n  units: born with 4, now 8\nGive them as they were"
+    assert whole_message(4, error_file(tmp_path, text, 10)) == text
+    assert whole_message(1, error_file(tmp_path, "ValueError: one line", 11)) == ""
+    long = "ValueError: " + "x" * 400
+    assert whole_message(1, error_file(tmp_path, long, 12)) == long
+    assert len(whole_message(1, error_file(tmp_path, long * 100, 13))) == MAX_MESSAGE_CHARS
+    assert whole_message(-9, error_file(tmp_path, text, 14)) == "", "a signal leaves none: the file is not its"

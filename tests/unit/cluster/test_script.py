@@ -87,6 +87,16 @@ def test_an_uncaught_exception_is_left_for_the_launcher(tmp_path: Path) -> None:
     assert os.listdir(tmp_path).count("error.json.part") == 0
 
 
+def test_notes_stand_below_the_message_and_a_syntax_error_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "p.py").write_text("e = ValueError('boom')\ne.add_note('while loading sample 3')\nraise e\n")
+    (tmp_path / "q.py").write_text("def f(:\n")
+    texts = []
+    for name in ("p.py", "q.py"):
+        worker(tmp_path, name, TORCHELASTIC_ERROR_FILE=str(tmp_path / f"{name}.json"))
+        texts.append(json.loads((tmp_path / f"{name}.json").read_text())["message"]["message"])
+    assert texts == ["ValueError: boom\nwhile loading sample 3", "SyntaxError: invalid syntax"]
+
+
 def test_an_error_that_cannot_be_written_down_hides_nothing(tmp_path: Path) -> None:
     (tmp_path / "p.py").write_text("raise ValueError('boom')\n")
     done = worker(tmp_path, "p.py", TORCHELASTIC_ERROR_FILE=str(tmp_path / "missing" / "error.json"))

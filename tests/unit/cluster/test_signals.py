@@ -34,3 +34,5 @@ def test_names() -> None:
     assert named("SIGTERM, SIGUSR2,") == {signal.SIGTERM, signal.SIGUSR2}
     with pytest.raises(ValueError, match="no signal is called 'SIGNONE'"):
         named("SIGTERM,SIGNONE")
+    with pytest.raises(ValueError, match="no process can handle SIGKILL"):
+        named("SIGKILL")
