@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, TypedDict, cast, get_args
 
 from unbroken.core.limits import KEEP_NEWEST, MAX_THREADS, MAX_UNITS
+from unbroken.loggers.choose import JSON_LINES, LogTo, Target, targets
 from unbroken.order.streams import check_seed
 
 Resume = Literal["auto", "must", "never"]
@@ -18,7 +19,9 @@ class Options(TypedDict, total=False):
 
     total_steps: stop after this many steps. units: micro-batches per step, fixed at birth (default: smallest power of two that is at
     least the world size and divides the global batch). seed: of the random streams inside units (default: the data's). threads:
-    intra-op threads per rank, fixed at birth (default 1 on CPU). keep: newest checkpoints kept besides milestones.
+    intra-op threads per rank, fixed at birth (default 1 on CPU). keep: newest checkpoints kept besides milestones. log_to: sinks of
+    metrics, "jsonl" (default: metrics.jsonl in the run folder), "jsonl:FILE", "tensorboard:DIR", "wandb:PROJECT", "mlflow:URI",
+    "swanlab:PROJECT", a list of them (or none), an `unbroken.loggers.Sink` of your own.
     """
 
     total_steps: int | None
@@ -27,6 +30,7 @@ class Options(TypedDict, total=False):
     threads: int | None
     keep: int
     reduce: Reduce
+    log_to: LogTo
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +63,7 @@ class RunConfig:
     seed: int | None = None
     threads: int | None = None
     keep: int = KEEP_NEWEST
+    log_to: tuple[Target, ...] = (Target(JSON_LINES),)
 
 
 _UNITS_S = dict.fromkeys(("s", "sec", "second", "seconds"), 1.0)
@@ -107,4 +112,5 @@ def resolve(lose_at_most: str, resume: str, options: Options) -> RunConfig:
         seed=options.get("seed"),
         threads=options.get("threads"),
         keep=options.get("keep", KEEP_NEWEST),
+        log_to=targets(options.get("log_to", JSON_LINES)),
     )
