@@ -17,6 +17,7 @@ from unbroken.loggers.choose import JSON_LINES, Target, make
 from unbroken.loggers.rows import Rows
 from unbroken.loggers.sink import RunInfo, Sink
 from unbroken.store.lease import holder
+from unbroken.store.repository import naming
 from unbroken.store.tiers.disk import DiskTier
 
 _BATCH_ROWS = 1000
@@ -39,7 +40,8 @@ def complete(target: Target, directory: str) -> tuple[int, int]:
 
     Refused while the run lives, but for files, which have a lock of their own.
     """
-    rows = Rows(DiskTier(directory))
+    with naming(directory):
+        rows = Rows(DiskTier(directory))
     alive = holder(directory) if target.kind not in (JSON_LINES, "tensorboard") else None
     if alive is not None:
         raise Refused(f"{directory}: process {alive.pid} keeps this run alive, which feeds its sinks itself: wait until it has ended")
