@@ -143,7 +143,7 @@ def from_swanlab(folder: Path) -> dict[str, list[tuple[int, float]]]:
         reader.open(path)
         for data in reader:
             record = Record.FromString(data)
-            if record.HasField("scalar"):
+            if record.HasField("scalar") and not record.scalar.key.startswith("__swanlab__"):  # its own watch on the hardware
                 found.setdefault(record.scalar.key, []).append((record.scalar.step, record.scalar.value.number))
         reader.close()
     return found

@@ -23,7 +23,7 @@ Value = float | int | bool | str
 NUMBERS = ("loss", "samples")
 """Metrics that every row has, and that stay numbers when the loop gives others."""
 
-_NAME = re.compile(r"[^\W_][\w./ -]*")
+_NAME = re.compile(r"[^\W_]([\w./ -]*[\w-])?")
 _INT64 = range(-(1 << 63), 1 << 63)
 _WORDS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
@@ -34,8 +34,8 @@ def check_name(name: str) -> None:
         raise ValueError("metric 'step': every row has the number of its step under this name, choose another one")
     if len(name) > MAX_METRIC_NAME_CHARS or not _NAME.fullmatch(name) or posixpath.normpath(name) != name:
         raise ValueError(
-            f"metric {name[:80]!r}: a name begins with a letter or digit, then come letters, digits, '_', '-', '.', ' ' and single '/', "
-            f"at most {MAX_METRIC_NAME_CHARS} characters"
+            f"metric {name[:80]!r}: a name begins with a letter or digit, then come letters, digits, '_' and '-', between them also '.', "
+            f"' ' and single '/', at most {MAX_METRIC_NAME_CHARS} characters"
         )
 
 

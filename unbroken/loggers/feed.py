@@ -10,8 +10,9 @@ import itertools
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
-from unbroken.core.errors import Refused, describe
+from unbroken.core.errors import Refused, SaveFailed, describe
 from unbroken.core.ports import failpoint
 from unbroken.loggers.choose import JSON_LINES, Target, make
 from unbroken.loggers.rows import Rows
@@ -60,15 +61,14 @@ def complete(target: Target, directory: str) -> tuple[int, int]:
 class Feed:
     """One sink. All calls come from the training thread; only `join` waits.
 
-    `base`: the step that this start continues from. `failure` is why the sink lags behind, "" while it does not.
+    `start`: the run and the step that this start continues from. `failure` is why the sink lags behind, "" while it does not.
     """
 
-    def __init__(self, target: Target, directory: str, base: int, made: Callable[[Target], Sink] = make) -> None:
+    def __init__(self, target: Target, start: RunInfo, made: Callable[[Target], Sink] = make) -> None:
         self.name = str(target)
         self.failure = ""
         self._target, self._make = target, made
-        self._directory = directory
-        self._base = base
+        self._start = start
         self._sink: Sink | None = None
         self._rows: Rows | None = None
         self._held = 0
@@ -124,13 +124,15 @@ class Feed:
 
     def _feed(self) -> None:
         if self._rows is None:
-            self._rows = Rows(DiskTier(self._directory))
+            rows = Rows(DiskTier(self._start.directory))
+            if rows.run_id != self._start.run_id:
+                raise SaveFailed("the run folder has been replaced by another run's")
+            self._rows = rows
         if self._sink is None:
             self._sink = self._make(self._target)
-            self._held = self._sink.open(RunInfo(self._rows.run_id, self._directory, self._base))
-        self._base = max(self._base, self._held)
+            newest = max(self._start.step, self._rows.committed())
+            self._held = self._sink.open(replace(self._start, step=newest))
         self._held = catch_up(self._sink, self._rows, self._held)
-        self._base = max(self._base, self._held)
 
     def _close(self) -> None:
         sink, self._sink = self._sink, None

@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from unbroken.codec import metrics
 from unbroken.codec.metrics import Value
-from unbroken.core.errors import Damaged
+from unbroken.core.errors import Damaged, Refused
 from unbroken.core.ports import Tier
 from unbroken.core.records import EventRecord, Generation, RootRecord, StepRecord
 from unbroken.store import paths
@@ -39,6 +39,8 @@ class Rows:
     def __init__(self, tier: Tier) -> None:
         self._tier = tier
         self._repository = Repository.open(tier)
+        if "units" not in self._repository.facts.options:
+            raise Refused("holds checkpoints of a Store, which has no steps to show: give the folder of a run")
         self._reader: _Reader | None = None
 
     @property

@@ -6,8 +6,10 @@ written may find the last one without its end.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import stat
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,7 +33,7 @@ class JsonLines:
         path = self._path or os.path.join(run.directory, FILE_NAME)
         if self._path:
             os.makedirs(os.path.dirname(path), exist_ok=True)
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        self._fd = _opened(path, follow=bool(self._path))
         if not try_lock(self._fd):
             raise Refused(f"{path}: another process writes it: end that one first, or log to another file")
         return self._cut(path, run.step)
@@ -74,6 +76,25 @@ class JsonLines:
                 raise _foreign(path, "a line is longer than a row can be")
             block_end = begin
         return 0
+
+
+def _opened(path: str, *, follow: bool) -> int:
+    """The file, made if missing. In the run folder a link would lead out of it; a path that the user gave may lead anywhere."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
+    try:
+        fd = os.open(path, flags, 0o666)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+            raise _not_a_file(path) from error
+        raise
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise _not_a_file(path)
+    return fd
+
+
+def _not_a_file(path: str) -> Refused:
+    return Refused(f"{path}: not a regular file but a link, folder or device, which metrics are never written to: move it away")
 
 
 def _step_of(line: bytes, path: str) -> int:

@@ -42,8 +42,10 @@ class TensorBoard:
         self._lock = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         if not try_lock(self._lock):
             raise Refused(f"{self._folder}: another process writes event files here: end that one first, or choose another folder")
-        for name in sorted((name for name in os.listdir(self._folder) if _OURS.fullmatch(name)), reverse=True):
-            held = _cut(os.path.join(self._folder, name), run.step)
+        with os.scandir(self._folder) as entries:
+            ours = [entry.path for entry in entries if _OURS.fullmatch(entry.name) and entry.is_file(follow_symlinks=False)]
+        for path in sorted(ours, reverse=True):
+            held = _cut(path, run.step)
             if held:
                 return held
         return 0

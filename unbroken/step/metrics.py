@@ -56,6 +56,8 @@ class Metrics:
 
         TypeError names what is no metric; ValueError a name that a sink would refuse, and too many of them.
         """
+        if not metrics:
+            return
         merged = dict(self._by_step.get(step, {}))
         for name, value in metrics.items():
             check_name(name)
