@@ -11,6 +11,7 @@ import math
 import posixpath
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 from unbroken.core.limits import MAX_METRIC_NAME_CHARS, MAX_METRIC_TEXT_CHARS
@@ -28,6 +29,7 @@ _INT64 = range(-(1 << 63), 1 << 63)
 _WORDS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
+@lru_cache(maxsize=4096)
 def check_name(name: str) -> None:
     """ValueError unless every sink takes this name."""
     if name == "step":

@@ -61,7 +61,8 @@ def _target(one: Any) -> Target:
         raise ValueError(f"log_to={one!r}: give {_USE}")
     if find_spec(PACKAGES[kind]) is None:
         raise MissingExtra(PACKAGES[kind], kind)
-    return Target(kind, os.path.abspath(place) if kind == "tensorboard" else place)
+    is_path = kind == "tensorboard" or (kind == "mlflow" and ":" not in place and place != "databricks")
+    return Target(kind, os.path.abspath(place) if is_path else place)
 
 
 def make(target: Target) -> Sink:
