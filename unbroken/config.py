@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, TypedDict, cast, get_args
 
 from unbroken.core.limits import KEEP_NEWEST, MAX_THREADS, MAX_UNITS, MIN_HANG_TIMEOUT_S
+from unbroken.loggers.choose import JSON_LINES, LogTo, Target, targets
 from unbroken.order.streams import check_seed
 
 Resume = Literal["auto", "must", "never"]
@@ -22,7 +23,9 @@ class Options(TypedDict, total=False):
     intra-op threads per rank, fixed at birth (default 1 on CPU). keep: newest checkpoints kept besides milestones. hang_timeout: how long
     a rank may stand still inside a step, such as "600s", before all are ended and started again; "auto" (default) learns it from the
     run's own steps: 5 times their median and spread, at least 30 s; None: nobody watches. Evaluations (`run.eval`), saves, starts and
-    first steps may take longer, and in a notebook or under a debugger nobody watches.
+    first steps may take longer, and in a notebook or under a debugger nobody watches. log_to: sinks of metrics, "jsonl" (default:
+    metrics.jsonl in the run folder), "jsonl:FILE", "tensorboard:DIR", "wandb:PROJECT", "mlflow:URI", "swanlab:PROJECT", a list of them
+    (or none), an `unbroken.loggers.Sink` of your own.
     """
 
     total_steps: int | None
@@ -32,6 +35,7 @@ class Options(TypedDict, total=False):
     keep: int
     reduce: Reduce
     hang_timeout: str | None
+    log_to: LogTo
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +69,7 @@ class RunConfig:
     threads: int | None = None
     keep: int = KEEP_NEWEST
     hang_timeout: float | Literal["auto"] | None = "auto"
+    log_to: tuple[Target, ...] = (Target(JSON_LINES),)
 
 
 _UNITS_S = dict.fromkeys(("s", "sec", "second", "seconds"), 1.0)
@@ -127,4 +132,5 @@ def resolve(lose_at_most: str, resume: str, options: Options) -> RunConfig:
         threads=options.get("threads"),
         keep=options.get("keep", KEEP_NEWEST),
         hang_timeout=parse_hang_timeout(options.get("hang_timeout", "auto")),
+        log_to=targets(options.get("log_to", JSON_LINES)),
     )

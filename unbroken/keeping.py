@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
+from typing import Any
 
 from unbroken.capture.tree import Item
 from unbroken.config import Interval
@@ -14,6 +16,7 @@ from unbroken.opening import Opening
 from unbroken.recover.journal_client import JournalClient
 from unbroken.recover.snapshots import Snapshots, expected_bytes
 from unbroken.recover.start import Counters
+from unbroken.reporting import Reporting
 from unbroken.step.reduce import Flags
 from unbroken.step.update import Applied
 
@@ -60,6 +63,7 @@ class Keeping:
         self._pace = Pace(opening.config.interval, clock, counters.step)
         self._journal = JournalClient(opening.link, plan, self._rank, world_size)
         self._snapshots = Snapshots(opening.link, clock, self._rank, world_size, plan.generation)
+        self._reporting = Reporting(opening, plan, self._rank)
         self._wanted: tuple[bool, bool] | None = None
         self._saved_step = -1 if plan.source == "fresh" else plan.step
         self._unconfirmed = (plan.step, False) if plan.source == "memory" else None  # the newest snapshot: (step, milestone)
@@ -110,6 +114,8 @@ class Keeping:
     def boundary(self, told: list[Flags], *, last: bool) -> bool:
         """The boundary of the step just applied; `told` came with it. True when a rank was asked to stop and all is committed."""
         self._opening.link.poll()
+        self._reporting.send(self._journal, self._counters.step, wait=False)
+        self._reporting.committed(self._opening.link.committed)
         first, stop = self._counters.step == 0, any(rank.stop for rank in told)
         urgent = stop or last or self._wanted is not None
         if (urgent or self._pace.due) and any(rank.daemon_lost for rank in told):
@@ -122,6 +128,16 @@ class Keeping:
         if not first:
             self._pace.due = told[0].snapshot_next
         return stop
+
+    def log(self, metrics: Mapping[str, Any]) -> None:
+        """Metrics of the step just completed. RuntimeError when it has been saved without them."""
+        if self._saved_step == self._counters.step:
+            raise RuntimeError(f"step {self._counters.step} has been saved already: call run.log() before run.save()")
+        self._reporting.add(self._counters.step, metrics)
+
+    def end_reports(self) -> None:
+        """Another Run of this process goes on from here: its sinks must not meet ours."""
+        self._reporting.end(complete=False)
 
     def want(self, milestone: bool, wait: bool) -> None:
         """Save at the coming boundary."""
@@ -149,11 +165,13 @@ class Keeping:
             self._opening.link.settle(self._unconfirmed, timeout_s, aloud=self._rank == 0)
         finally:
             self._snapshots.close()
+            self._reporting.end()
 
     def _snapshot(self, *, milestone: bool, wait_s: float, explicit: bool = False) -> bool:
         """True if this step is in memory, or durable, now."""
         if self._saved_step == self._counters.step and not milestone:
             return True
+        self._reporting.send(self._journal, self._counters.step, wait=True)
         try:
             pieces = self._pieces()
         except TypeError as error:  # something unstorable has come into the state since the start; save() lets it pass

@@ -25,6 +25,7 @@ from unbroken.core.ports import Clock, environment
 from unbroken.data.loader import Source
 from unbroken.order.ledger import check_same
 from unbroken.recover.link import Link
+from unbroken.recover.once import Once, check_key
 from unbroken.recover.start import Counters, Start, digests, fact_items
 from unbroken.recover.together import together
 from unbroken.recover.watch import Watching
@@ -61,6 +62,7 @@ class Opening:
     watching: Watching = field(init=False)
     num_units: int = 0
     run_id: str = ""
+    done: Once = field(default_factory=Once)
     _has_saved: bool = False
     _sheet: dict[str, Any] = field(default_factory=dict)
 
@@ -98,6 +100,7 @@ class Opening:
             clock=self.clock,
             resume=self.config.resume,
             options=self._birth_facts(),
+            once=self.done,
         )
         self.link = self.start.connect()
         self.moments["rendezvous"] = self.clock.monotonic()
@@ -148,7 +151,12 @@ class Opening:
     def pieces(self, counters: Counters) -> list[Item]:
         """Every restored piece as it stands now."""
         where = {"step": counters.step, "consumed_samples": counters.samples, "seed": self.stack.streams.seed}
-        return self.stack.collect(where, counters.as_dict(), self.source.state())
+        return [*self.stack.collect(where, counters.as_dict(), self.source.state()), *self.done.pieces()]
+
+    def once(self, key: str) -> bool:
+        """True on rank 0 when the run has not done this yet."""
+        check_key(key)
+        return self.exchange.rank == 0 and self.done.first(key)
 
     def facts(self) -> list[Item]:
         """Compared and recorded pieces as they stand now: a switch may be turned in mid-run. Cost: 5 us per module, 20 us besides."""

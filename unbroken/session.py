@@ -158,6 +158,7 @@ class Run:
         if not self._closed:
             self._closed = self._is_overtaken = True
             atexit.unregister(self._at_exit)
+            self._keeping.end_reports()
             self._let_go()
 
     def _let_go(self) -> None:
@@ -272,6 +273,29 @@ class Run:
         obeying = self._stop.evaluating(lambda: self._keeping.num_unsaved)
         with obeying, self._pulse.within(Phase.EVAL), self._streams.aside(), self._stack.evaluating(), torch.no_grad():
             yield
+
+    def log(self, **metrics: Any) -> None:
+        """Log metrics of the step just completed: after `run.step`, until the next batch is asked for; several calls merge.
+
+        metrics: numbers, 0-dim tensors, bools, short texts. All ranks may call it, rank 0's values count. Sinks show them once the step
+        is committed, see `log_to`. Of a step that was refused nothing is kept: it comes again. TypeError names what is no metric.
+        Cost: 2 us per value, and one more message to the daemon per step; no device synchronisation.
+        """
+        self._require_open()
+        if self._stepping.was_refused:
+            return
+        if self._stepping.is_inside or not self._boundary_open or not self._counters.step:
+            raise RuntimeError("run.log() belongs after run.step(), before the next batch: metrics are those of the step just completed")
+        self._keeping.log(metrics)
+
+    def once(self, key: str) -> bool:
+        """True for the first call with this key in the whole run, on rank 0; False on other ranks, and for what was done before.
+
+        It becomes durable with the next snapshot: after a kill before that it is True once more (at least once; exactly once where
+        the effect and the commit both survive). Ranks other than 0 may leave the call out. Cost: none.
+        """
+        self._require_open()
+        return self._opening.once(key)
 
     # -- boundaries and snapshots -------------------------------------------------------------------------------------------
 

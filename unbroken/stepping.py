@@ -62,6 +62,11 @@ class Stepping:
         """Has the step begun last been applied?"""
         return bool(self._outcome)
 
+    @property
+    def was_refused(self) -> bool:
+        """Has the step begun last been refused, so that its units come again?"""
+        return self._outcome is False
+
     def has_data(self) -> bool:
         """False when the data have ended."""
         self._pulse.begin(self._counters.step + 1)

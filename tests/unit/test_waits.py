@@ -32,6 +32,7 @@ ALLOWED = {
     "cluster/warm.py main connection.recv_bytes": "the server exists to wait for orders; it dies with the launcher, which closes the pipe",
     "core/os.py heed_only.watch signal.sigwaitinfo": "a thread that exists to wait; it ends with its process",
     "core/os.py unlock fcntl.flock": "LOCK_UN does not wait",
+    "loggers/feed.py Feed._work self._turn.wait_for": "a daemon thread that exists to wait for commits; who ends it waits LOG_CLOSE_S",
     "shm/channel.py Channel._receive_packet self._socket.recvmsg": "`receive` sets the timeout",
     "shm/channel.py Channel.send self._socket.sendmsg": "the line above sets the timeout",
     "shm/channel.py _dial connection.connect": "settimeout above",

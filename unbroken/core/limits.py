@@ -161,3 +161,22 @@ def ladder_faults(ladder: Sequence[tuple[str, float]] = LADDER, orders: Sequence
         for low, low_s, high, high_s in (*pairs, *orders)
         if not 0 < low_s < high_s
     ]
+
+
+MAX_METRIC_NAME_CHARS = 200
+"""Of a metric's name: MLflow's limit is 250, and a prefix may come before it."""
+
+MAX_METRIC_TEXT_CHARS = 1000
+"""Of a text among the metrics: a word or a line, not a sample of the output."""
+
+MAX_METRICS_BYTES = 64 << 10
+"""Of all metrics of one step: their journal record must fit one message; about 1,000 numbers with names of 20 characters."""
+
+MAX_ONCE_KEY_CHARS = 200
+"""Of a key of `run.once`."""
+
+MAX_ONCE_KEYS = 4096
+"""Keys of `run.once`: they are a piece of every checkpoint, and a key per step would grow it without end."""
+
+LOG_CLOSE_S = 15.0
+"""Closing a run waits this long for its sinks: they must be done before a launcher's grace period (30 s) is over."""

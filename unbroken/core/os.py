@@ -62,6 +62,22 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+def orphans(name: str) -> list[int]:
+    """Processes of this name whose argument `--pid` names one that has ended: helpers that have outlived whom they help."""
+    found = []
+    for path in glob.glob("/proc/[0-9]*/cmdline"):
+        try:
+            with open(path, "rb") as f:
+                words = f.read().split(b"\0")
+        except OSError:  # it ended meanwhile
+            continue
+        if os.path.basename(words[0]) == name.encode() and b"--pid" in words[:-1]:
+            owner = words[words.index(b"--pid") + 1]
+            if owner.isdigit() and not is_alive(int(owner)):
+                found.append(int(path.split("/")[2]))
+    return found
+
+
 def descendants(pid: int) -> list[int]:
     """Pids of all living children of a process, and of theirs; those that end meanwhile may be missing."""
     found: list[int] = []

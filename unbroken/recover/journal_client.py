@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import msgspec
 
+from unbroken.codec import metrics
+from unbroken.codec.metrics import Value
 from unbroken.core.errors import SaveWarning, StepLost
 from unbroken.core.limits import MAX_MESSAGE_BYTES
 from unbroken.core.messages import Journal, Plan
@@ -37,6 +39,7 @@ class JournalClient:
         self._aligned_s = 0.0
         self._compensated_s = 0.0
         self._uncovered: deque[StepRecord] = deque(maxlen=MAX_UNCOVERED)
+        self._uncovered_metrics: deque[EventRecord] = deque(maxlen=MAX_UNCOVERED)
 
     def continued(self, link: Link, plan: Plan) -> JournalClient:
         """The journal of the next generation, after the daemon has died: it starts with the steps that no checkpoint covers.
@@ -50,7 +53,11 @@ class JournalClient:
         journal._aligned_s = journal._compensated_s = self._aligned_s
         clock = [msgspec.structs.replace(r, clock=((plan.generation, r.step, self._world_size),)) for r in kept]
         journal._uncovered.extend(clock)
-        journal.write(EventRecord(name="continued", step=plan.step, facts={"steps": len(kept)}), *clock)
+        told = [event for event in self._uncovered_metrics if event.step > plan.step]
+        journal._uncovered_metrics.extend(told)
+        records: list[StepRecord | EventRecord] = [*clock, *told]
+        in_order = sorted(records, key=lambda record: record.step)  # a step stays before its metrics
+        journal.write(EventRecord(name="continued", step=plan.step, facts={"steps": len(kept)}), *in_order)
         return journal
 
     def start(self, moments: dict[str, float]) -> None:
@@ -71,11 +78,19 @@ class JournalClient:
             time_s=now_s,
         )
         covered = self._link.committed.step if self._link.committed is not None else -1
-        while self._uncovered and self._uncovered[0].step <= covered:
-            self._uncovered.popleft()
+        for kept in (self._uncovered, self._uncovered_metrics):
+            while kept and kept[0].step <= covered:
+                kept.popleft()
         if self._rank == 0:
             self._uncovered.append(record)
         self.write(record, *self._caught_up(step, now_s))
+
+    def metrics(self, step: int, values: Mapping[str, Value]) -> None:
+        """What the loop logged for a step, in time for the snapshot of that step."""
+        event = EventRecord(name=metrics.EVENT, step=step, facts=metrics.encode(values))
+        if self._rank == 0:
+            self._uncovered_metrics.append(event)
+        self.write(event)
 
     def captured(self, taken: Taken) -> None:
         """One snapshot frozen: seconds of copying, seconds that training waited."""

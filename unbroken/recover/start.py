@@ -24,6 +24,7 @@ from unbroken.core.messages import Bad, Begin, Hello, Opened, Plan
 from unbroken.core.ports import Clock, Tier, environment
 from unbroken.core.records import Piece
 from unbroken.recover.link import Link
+from unbroken.recover.once import Once
 from unbroken.recover.sources import Loaded, check_frozen, from_disk, from_memory
 from unbroken.recover.together import together
 from unbroken.step.exchange import Exchange
@@ -76,6 +77,7 @@ class Start:
     moments: dict[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     loader_state: dict[str, Any] = field(default_factory=dict)
+    once: Once = field(default_factory=Once)
     stored: Mapping[str, tuple[Piece, bytes]] = field(default_factory=dict)
     root: str = ""
     opened_with: Mapping[str, str] = field(default_factory=dict)
@@ -205,6 +207,7 @@ class Start:
             self.counters = Counters(**rebuild(loaded.pieces, "/counters"))
             if loaded.own and "/loader" in loaded.pieces:
                 self.loader_state = rebuild(loaded.pieces, "/loader")
+            self.once.restore(loaded.pieces)
             if not loaded.own:
                 self.stack.streams.start_anew(plan.generation, self.exchange.rank)
 

@@ -115,23 +115,41 @@ class JournalWriter:
 
 def read_journal(tier: Tier, lineage: str, generation: int, nonce: str) -> Iterator[JournalLine]:
     """The complete lines in order; none when the file does not exist. Raises Damaged naming file and line, NewerFormat, StoreError."""
-    path = paths.journal(lineage, generation)
-    lines = _complete_lines(tier, path)
-    header = next(lines, None)
-    if header is None:
-        return
-    _check_header(header, path, lineage, generation, nonce)
-    chain = first_chain(generation, nonce)
-    for number, raw in enumerate(lines, start=1):
+    return JournalTail(tier, lineage, generation, nonce).read()
+
+
+class JournalTail:
+    """Reads a journal that may still be written: each `read` gives the complete lines that came since the one before."""
+
+    def __init__(self, tier: Tier, lineage: str, generation: int, nonce: str) -> None:
+        self._tier = tier
+        self._identity = lineage, generation, nonce
+        self._path = paths.journal(lineage, generation)
+        self._chain = first_chain(generation, nonce)
+        self._offset = self._number = 0
+
+    def read(self) -> Iterator[JournalLine]:
+        """Lines in order, as `read_journal`; who leaves early goes on behind the last line given."""
+        for raw in _complete_lines(self._tier, self._path, self._offset, self._number):
+            if self._number == 0:
+                _check_header(raw, self._path, *self._identity)
+            line = self._line(raw) if self._number else None
+            self._number += 1
+            self._offset += len(raw) + 1
+            if line is not None:
+                yield line
+
+    def _line(self, raw: bytes) -> JournalLine:
         try:
             line = _decode_line(raw)
-            chain = next_chain(chain, bytes(line.record))
+            chain = next_chain(self._chain, bytes(line.record))
             if chain != line.chain:
-                raise Damaged(path, f"line {number} does not continue the chain")
+                raise Damaged(self._path, f"line {self._number} does not continue the chain")
             record = _decode_record(line.record)
         except BROKEN_INPUT as e:
-            raise Damaged(path, f"line {number} is no journal line ({e})") from e
-        yield JournalLine(chain=chain, record=record)
+            raise Damaged(self._path, f"line {self._number} is no journal line ({e})") from e
+        self._chain = chain
+        return JournalLine(chain=chain, record=record)
 
 
 def durable_head(tier: Tier, lineage: str, generation: int, nonce: str) -> str:
@@ -178,8 +196,9 @@ def _check_header(raw: bytes, path: str, lineage: str, generation: int, nonce: s
         raise Damaged(path, f"belongs to generation {header.generation} of {header.lineage!r}, nonce {header.nonce[:40]!r}")
 
 
-def _complete_lines(tier: Tier, path: str) -> Iterator[bytes]:
-    offset, rest, number = 0, b"", 0
+def _complete_lines(tier: Tier, path: str, offset: int, number: int) -> Iterator[bytes]:
+    """Lines from `offset` on, where line `number` begins."""
+    rest = b""
     while True:
         try:
             block = tier.read(path, offset, _BLOCK_BYTES)

@@ -13,7 +13,7 @@ from contextlib import suppress
 import msgspec
 
 from unbroken.core.errors import Fenced, Refused
-from unbroken.core.os import is_alive, try_lock, unlock
+from unbroken.core.os import boot_id, is_alive, try_lock, unlock
 from unbroken.core.records import Writer
 from unbroken.store.paths import WRITER
 
@@ -77,6 +77,22 @@ class WriterLease:
         self._fd = -1
         if _held.get(self.path) is self:
             del _held[self.path]
+
+
+def holder(root: str) -> Writer | None:
+    """The living process of this host that says it writes the run in `root`; only read, so it may have just come or gone."""
+    try:
+        fd = os.open(os.path.join(root, WRITER), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return None
+    try:
+        writer = _read(fd)
+    except OSError:
+        return None
+    finally:
+        os.close(fd)
+    is_here = writer is not None and writer.boot_id == boot_id() and is_alive(writer.pid)
+    return writer if is_here else None
 
 
 def _locked(path: str) -> int:

@@ -12,9 +12,12 @@ from typing import Any
 import pytest
 
 from tests.rigs.synthetic_run import interrupted, uninterrupted
+from unbroken.core.os import boot_id, hostname
+from unbroken.core.records import Writer
+from unbroken.store.lease import WriterLease
 from unbroken.store.tiers.disk import DiskTier
 
-READING = ("ls", "show", "verify", "certify")
+READING = ("ls", "show", "logs", "verify", "certify")
 
 
 def unbroken(*args: str | Path, code: int = 0, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -118,6 +121,29 @@ def test_show_gives_an_overview(run: Path) -> None:
     assert overview["newest"] == json_of("ls", run)[-1]
     text = unbroken("show", run).stdout
     assert overview["newest"]["root"] in text
+
+
+def test_logs_makes_a_sink_anew_and_then_has_nothing_to_do(run: Path, tmp_path: Path) -> None:
+    first = json_of("logs", run)
+    assert first == {"sink": "jsonl", "held": 0, "written": 12, "holds": 12}
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, 13))
+    assert set(rows[0]) == {"step", "loss", "samples"}
+    assert json_of("logs", run)["written"] == 0
+    unbroken("logs", run, "--to", f"jsonl:{tmp_path / 'other.jsonl'}")
+    assert (tmp_path / "other.jsonl").read_bytes() == (run / "metrics.jsonl").read_bytes()
+    assert unbroken("logs", run, "--to", "jsonl").stdout == "jsonl: held steps up to 12, 0 written, holds steps up to 12\n"
+
+
+def test_logs_refuses_what_it_cannot_do(run: Path) -> None:
+    assert 'give "jsonl"' in json_of("logs", run, "--to", "csv", code=2)["error"]["text"]
+    lease = WriterLease.acquire(str(run), Writer(host=hostname(), pid=os.getpid(), boot_id=boot_id(), since="now"))
+    try:
+        refused = json_of("logs", run, "--to", "wandb:project", code=4)["error"]["text"]
+        assert f"process {os.getpid()} keeps this run alive, which feeds its sinks itself" in refused
+        assert json_of("logs", run)["holds"] == 12, "a file has a lock of its own"
+    finally:
+        lease.release()
 
 
 def test_certify_without_a_reference_is_grade_sequence(run: Path) -> None:

@@ -1,0 +1,46 @@
+"""What a sink is: the seam between a run's rows and whatever shows them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Protocol
+
+from unbroken.core.ports import Clock
+from unbroken.loggers.rows import Row
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """The run that a sink is to show. `run_id` (32 hex digits) is the same in all its restarts; `directory` is absolute.
+
+    `step` is the newest step that counts now: what a sink holds beyond it was lost with a checkpoint and is computed again.
+    """
+
+    run_id: str
+    directory: str
+    step: int
+
+
+class Sink(Protocol):
+    """One place that shows metrics. Called from one thread of its own, on rank 0. Whatever a call raises is told to the user once;
+    the sink is closed then, and opened again at the next commit."""
+
+    def open(self, run: RunInfo) -> int:
+        """Get ready to write; the newest step held as a whole, 0 for none. Drop what is torn, and steps beyond `run.step` if you can."""
+
+    def write(self, rows: Sequence[Row]) -> None:
+        """Take rows in: ascending steps without a gap, beyond the one `open` returned. What a crash then takes away comes again."""
+
+    def close(self) -> None:
+        """Flush, let go. Also called after a failed `open` or `write`."""
+
+
+FILE_NAME = "metrics.jsonl"
+"""Name of the default sink's file in the run folder."""
+
+
+def wall_s(clock: Clock) -> float:
+    """Now, in seconds since 1970."""
+    return datetime.fromisoformat(clock.utc()).timestamp()
