@@ -1,4 +1,4 @@
-"""Entry point of the node daemon: `python -m unbroken.agent DIR`. One per run folder and host; it outlives the trainers.
+"""Entry point of the node daemon: `python -m unbroken.agent DIR [LINEAGE]`. One per lineage of a run folder and host; it outlives trainers.
 
 It owns the memory slots, decides where a start continues from, makes snapshots durable, and is the only writer of the run folder. It is
 soft state: whatever it knows is rebuilt from the store and from who connects. One thread serves the socket: it waits for no client, only
@@ -24,7 +24,7 @@ from unbroken.core.errors import Fenced, Refused, UnbrokenError
 from unbroken.core.limits import DRAIN_TIMEOUT_S, LINGER_S
 from unbroken.core.os import hostname, is_alive
 from unbroken.core.ports import Clock, Nonces, SystemClock, SystemNonces
-from unbroken.core.records import EventRecord, StepRecord
+from unbroken.core.records import MAIN_LINEAGE, EventRecord, StepRecord
 from unbroken.daemon.board import Board
 from unbroken.daemon.drain import Outcome
 from unbroken.daemon.folder import RunFolder
@@ -33,6 +33,7 @@ from unbroken.shm.channel import address, listen
 from unbroken.shm.place import PlaceLock
 from unbroken.shm.server import Client, Server
 from unbroken.shm.slots import Slot
+from unbroken.store.paths import check_lineage
 
 MAX_NOTES = 256
 """Events kept for the next generation's journal; the oldest go first."""
@@ -52,13 +53,16 @@ MAX_FAILURE_CHARS = 1000
 class Daemon:
     """Answers trainers and launcher. `run` returns when nobody needs the daemon any more."""
 
-    def __init__(self, directory: str, place: PlaceLock, listener: socket.socket, clock: Clock, nonces: Nonces) -> None:
+    def __init__(
+        self, directory: str, place: PlaceLock, listener: socket.socket, clock: Clock, nonces: Nonces, *, lineage: str = MAIN_LINEAGE
+    ) -> None:
         self._directory = directory
+        self._lineage = lineage
         self._place = place
         self._is_lost = False
         self._clock = clock
         self._server = Server(listener, self._answer, self._gone)
-        self._folder = RunFolder(directory, clock, nonces)
+        self._folder = RunFolder(directory, clock, nonces, lineage)
         self._board = Board(self._folder, self._drained, self._tell)
         self._refusals = Refusals()
         self._notes: deque[m.Note] = deque(maxlen=MAX_NOTES)
@@ -110,7 +114,7 @@ class Daemon:
         if self._ending_since is not None:
             return
         try:
-            path = address(self._directory)
+            path = address(self._directory, self._lineage)
             if self._server.is_at(path):
                 return
             if self._place.take(path, self._clock):
@@ -363,17 +367,17 @@ def _fields(message: Struct) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve one run folder until nobody needs it; the exit code."""
     args = list(sys.argv[1:] if argv is None else argv)
-    if len(args) != 1:
-        print("usage: python -m unbroken.agent DIR", file=sys.stderr)
+    if len(args) not in (1, 2):
+        print("usage: python -m unbroken.agent DIR [LINEAGE]", file=sys.stderr)
         return 2
-    directory, clock = os.path.realpath(args[0]), SystemClock()
-    path, place = address(directory), PlaceLock()
+    directory, lineage, clock = os.path.realpath(args[0]), check_lineage(args[1] if len(args) > 1 else MAIN_LINEAGE), SystemClock()
+    path, place = address(directory, lineage), PlaceLock()
     if not place.take(path, clock, LOCK_WAIT_S):
         return 0
     listener = listen(path)
     os.chdir("/")
-    say(f"process {os.getpid()} serves {directory}")
-    return Daemon(directory, place, listener, clock, SystemNonces()).run()
+    say(f"process {os.getpid()} serves {directory}, lineage {lineage}")
+    return Daemon(directory, place, listener, clock, SystemNonces(), lineage=lineage).run()
 
 
 if __name__ == "__main__":

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Literal, TypedDict, cast, get_args
 
 from unbroken.core.limits import KEEP_NEWEST, MAX_THREADS, MAX_UNITS
+from unbroken.core.records import MAIN_LINEAGE
 from unbroken.order.streams import check_seed
+from unbroken.store.paths import check_lineage
 
 Resume = Literal["auto", "must", "never"]
 Reduce = Literal["ordered", "ring"]
@@ -18,7 +20,8 @@ class Options(TypedDict, total=False):
 
     total_steps: stop after this many steps. units: micro-batches per step, fixed at birth (default: smallest power of two that is at
     least the world size and divides the global batch). seed: of the random streams inside units (default: the data's). threads:
-    intra-op threads per rank, fixed at birth (default 1 on CPU). keep: newest checkpoints kept besides milestones.
+    intra-op threads per rank, fixed at birth (default 1 on CPU). keep: newest checkpoints kept besides milestones. lineage: the branch to
+    go on with, made by `unbroken branch` (default "main", the run itself).
     """
 
     total_steps: int | None
@@ -27,6 +30,7 @@ class Options(TypedDict, total=False):
     threads: int | None
     keep: int
     reduce: Reduce
+    lineage: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +63,7 @@ class RunConfig:
     seed: int | None = None
     threads: int | None = None
     keep: int = KEEP_NEWEST
+    lineage: str = MAIN_LINEAGE
 
 
 _UNITS_S = dict.fromkeys(("s", "sec", "second", "seconds"), 1.0)
@@ -107,4 +112,5 @@ def resolve(lose_at_most: str, resume: str, options: Options) -> RunConfig:
         seed=options.get("seed"),
         threads=options.get("threads"),
         keep=options.get("keep", KEEP_NEWEST),
+        lineage=check_lineage(options.get("lineage", MAIN_LINEAGE)),
     )
