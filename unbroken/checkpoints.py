@@ -21,12 +21,15 @@ from msgspec import Struct
 
 from unbroken.archive import reading
 from unbroken.archive.branching import Branch, LineageInfo, list_lineages, make_branch
+from unbroken.archive.comparing import Difference, choose_commits, compare
+from unbroken.archive.exporting import Export, export
 from unbroken.archive.saving import Saving, save_failed
 from unbroken.core.errors import CheckpointWarning, Fenced, NoCheckpoint, Refused, SaveFailed, StoreError
 from unbroken.core.limits import DRAIN_TIMEOUT_S, KEEP_NEWEST
 from unbroken.core.ports import SystemClock, SystemNonces, environment
 from unbroken.core.records import MAIN_LINEAGE, CommitEntry, RunFacts, StoredPiece
 from unbroken.proof.certify import Certificate, certify
+from unbroken.proof.diverging import Parting, part_ways
 from unbroken.store.paths import check_lineage
 from unbroken.store.repository import Part, Repository, VerifyReport, naming
 from unbroken.store.tiers.disk import DiskTier, local_path
@@ -368,6 +371,20 @@ class CheckpointInfo(Struct, frozen=True, kw_only=True):
     lineage: str = MAIN_LINEAGE
 
 
+class Diff(Struct, frozen=True, kw_only=True):
+    """What differs between two checkpoints and the histories behind them. `steps` and `roots` are those of the two.
+
+    `equal`: every restored and compared variable of the ranks that both have has the same bits, and the journals part nowhere.
+    """
+
+    equal: bool
+    state_equal: bool
+    steps: list[int]
+    roots: list[str]
+    differences: list[Difference]
+    journal: Parting
+
+
 def open(url: str | os.PathLike[str], lineage: str = MAIN_LINEAGE) -> Archive:
     """Open a folder that a Store or a Run has written, for reading; only `Archive.branch` adds something to it.
 
@@ -480,6 +497,36 @@ class Archive:
             for stored in manifest.pieces:
                 seen.setdefault((stored.piece.pointer, -1 if stored.rank is None else stored.rank), stored)
         return [_described(seen[name]) for name in sorted(seen)]
+
+    def diff(self, other: Archive | str | os.PathLike[str], step: int | None = None, other_step: int | None = None) -> Diff:
+        """What differs from a checkpoint here to one of `other`: variables by name, and the first step at which the histories part.
+
+        Without steps, the newest checkpoint that both hold, else the newest of each. Cost: manifests and journals, and of the data only
+        the chunks of variables with other digests; memory is a few chunks. NoCheckpoint, Damaged as in load.
+        """
+        theirs = other if isinstance(other, Archive) else open(other)
+        ours, others = self._fresh(), theirs._fresh()
+        with naming(self._root):
+            a, b = choose_commits(ours, step, others, other_step)
+            found = compare((ours, a), (others, b))
+            journal = part_ways(ours, others, (a.step, b.step))
+        return Diff(
+            equal=not any(one.counts for one in found) and journal.is_equal,
+            state_equal=a.state_root == b.state_root,
+            steps=[a.step, b.step],
+            roots=[a.state_root, b.state_root],
+            differences=found,
+            journal=journal,
+        )
+
+    def export(self, to: str | os.PathLike[str], step: int | None = None, format: str = "safetensors") -> Export:
+        """Write a checkpoint for other tools: a new folder of safetensors files and JSON, or with format="torch" one new file.
+
+        Weights have the names that `load_state_dict` expects; see `unbroken.capture.portable` for what is where. Nothing is overwritten,
+        and after an error nothing is there. Memory: the whole state. Refused, ValueError, MissingExtra; NoCheckpoint, Damaged as in load.
+        """
+        with naming(self._root):
+            return export(self._fresh(), self._root, step, os.fspath(to), format, nonces=SystemNonces())
 
     def verify(self) -> VerifyReport:
         """Recompute every digest and root of what is not condemned from stored bytes. Cost: reads everything once."""

@@ -225,6 +225,7 @@ class Opening:
             "/hardware": (facts.hardware(self.device), "recorded", "rank", "hardware"),
             "/topology": (topology, "recorded", "rank", "scheduling"),
             "/layout": (layout, "recorded", "logical", "scheduling"),
+            "/naming": (self.stack.naming(), "recorded", "logical", "framework"),
         }
 
 
