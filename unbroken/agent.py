@@ -1,4 +1,4 @@
-"""Entry point of the node daemon: `python -m unbroken.agent DIR`. One per run folder and host; it outlives the trainers.
+"""Entry point of the node daemon: `python -m unbroken.agent DIR [LINEAGE]`. One per lineage of a run folder and host; it outlives trainers.
 
 It owns the memory slots, decides where a start continues from, makes snapshots durable, and is the only writer of the run folder. It is
 soft state: whatever it knows is rebuilt from the store and from who connects. One thread serves the socket: it waits for no client, only
@@ -14,7 +14,7 @@ import socket
 import sys
 import traceback
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from msgspec import Struct
@@ -24,16 +24,17 @@ from unbroken.core.errors import Fenced, Refused, UnbrokenError
 from unbroken.core.limits import DRAIN_TIMEOUT_S, LINGER_S
 from unbroken.core.os import hostname, is_alive
 from unbroken.core.ports import Clock, Nonces, SystemClock, SystemNonces
-from unbroken.core.records import EventRecord, StepRecord
+from unbroken.core.records import MAIN_LINEAGE, EventRecord, StepRecord
 from unbroken.daemon.board import Board
 from unbroken.daemon.drain import Outcome
 from unbroken.daemon.folder import RunFolder
+from unbroken.daemon.growth import Growth
 from unbroken.daemon.verdict import Decision, Refusals
 from unbroken.daemon.watchdog import Watchdog
 from unbroken.shm.channel import address, listen
 from unbroken.shm.place import PlaceLock
-from unbroken.shm.server import MAX_CLIENTS, Client, Server
-from unbroken.shm.slots import Slot
+from unbroken.shm.server import Client, Server
+from unbroken.store.paths import check_lineage
 
 MAX_NOTES = 256
 """Events kept for the next generation's journal; the oldest go first."""
@@ -56,20 +57,23 @@ MAX_FAILURE_CHARS = 1000
 class Daemon:
     """Answers trainers and launcher. `run` returns when nobody needs the daemon any more."""
 
-    def __init__(self, directory: str, place: PlaceLock, listener: socket.socket, clock: Clock, nonces: Nonces) -> None:
+    def __init__(
+        self, directory: str, place: PlaceLock, listener: socket.socket, clock: Clock, nonces: Nonces, *, lineage: str = MAIN_LINEAGE
+    ) -> None:
         self._directory = directory
+        self._lineage = lineage
         self._place = place
         self._is_lost = False
         self._clock = clock
         self._server = Server(listener, self._answer, self._gone)
-        self._folder = RunFolder(directory, clock, nonces)
+        self._folder = RunFolder(directory, clock, nonces, lineage)
         self._board = Board(self._folder, self._drained, self._tell)
         self._refusals = Refusals()
         self._watchdog = Watchdog(self._board, self._folder, clock)
         self._notes: deque[m.Note] = deque(maxlen=MAX_NOTES)
         self._failures: deque[str] = deque(maxlen=MAX_FAILURES)
         self._outcomes: deque[Outcome] = deque()
-        self._growing: deque[tuple[Client, m.NeedSlots, Generator[None, None, list[Slot]]]] = deque()
+        self._growth = Growth(self._server, self._board, self._refusal, say)
         self._lonely_since: float | None = clock.monotonic()
         self._ending_since: float | None = None
         self._serve_until_s = 0.0
@@ -100,7 +104,7 @@ class Daemon:
             self._server.turn(self._patience_s())
             self._keep_place()
             self._watchdog.look()
-            self._grow()
+            self._growth.turn()
             while self._outcomes:
                 self._board.drained(self._outcomes.popleft())
             self._pass_verdict(self._refusals.expire(self._clock.monotonic()))
@@ -121,7 +125,7 @@ class Daemon:
         if self._ending_since is not None:
             return
         try:
-            path = address(self._directory)
+            path = address(self._directory, self._lineage)
             if self._server.is_at(path):
                 return
             if self._place.take(path, self._clock):
@@ -138,7 +142,7 @@ class Daemon:
             self._is_lost = True
 
     def _patience_s(self) -> float:
-        if self._growing:
+        if self._growth.is_wanted:
             return 0.0
         hurry = self._ending_since is not None or self._lonely_since is not None or self._refusals.deadline_s is not None
         return SHORT_TICK_S if hurry else min(TICK_S, self._watchdog.patience_s)
@@ -270,32 +274,7 @@ class Daemon:
 
     def _need_slots(self, client: Client, message: m.NeedSlots) -> None:
         only_workers(client)
-        if len(self._growing) >= MAX_CLIENTS:
-            raise UnbrokenError("too many ranks wait for memory: ask again later")
-        self._growing.append((client, message, self._board.table.grow(client.rank, message.size_bytes, message.num)))
-
-    def _grow(self) -> None:
-        """Make one piece of the memory that somebody waits for: tens of GB take seconds, in which others want to be answered."""
-        if not self._growing:
-            return
-        client, message, growing = self._growing[0]
-        if self._server.worker(client.rank) is not client:  # it is gone
-            growing.close()
-            self._growing.popleft()
-            return
-        try:
-            next(growing)
-            return
-        except StopIteration as done:
-            slots: list[Slot] = done.value
-        except Exception as error:  # noqa: BLE001  as in `_answer`
-            self._growing.popleft()
-            self._server.send(client, self._refusal(client, message, error))
-            return
-        self._growing.popleft()
-        self._board.settle()
-        say(f"rank {client.rank} has {len(slots)} slots; all slots take {self._board.table.total_bytes} bytes of memory")
-        self._server.send(client, m.Slots(sizes=tuple(slot.size_bytes for slot in slots)), [slot.fd for slot in slots])
+        self._growth.ask(client, message)
 
     def _old_slots(self, client: Client, message: m.OldSlots) -> None:
         only_workers(client)
@@ -383,17 +362,17 @@ def _fields(message: Struct) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve one run folder until nobody needs it; the exit code."""
     args = list(sys.argv[1:] if argv is None else argv)
-    if len(args) != 1:
-        print("usage: python -m unbroken.agent DIR", file=sys.stderr)
+    if len(args) not in (1, 2):
+        print("usage: python -m unbroken.agent DIR [LINEAGE]", file=sys.stderr)
         return 2
-    directory, clock = os.path.realpath(args[0]), SystemClock()
-    path, place = address(directory), PlaceLock()
+    directory, lineage, clock = os.path.realpath(args[0]), check_lineage(args[1] if len(args) > 1 else MAIN_LINEAGE), SystemClock()
+    path, place = address(directory, lineage), PlaceLock()
     if not place.take(path, clock, LOCK_WAIT_S):
         return 0
     listener = listen(path)
     os.chdir("/")
-    say(f"process {os.getpid()} serves {directory}")
-    return Daemon(directory, place, listener, clock, SystemNonces()).run()
+    say(f"process {os.getpid()} serves {directory}, lineage {lineage}")
+    return Daemon(directory, place, listener, clock, SystemNonces(), lineage=lineage).run()
 
 
 if __name__ == "__main__":

@@ -13,19 +13,24 @@ import threading
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
 from unbroken.archive import reading
+from unbroken.archive.branching import Branch, LineageInfo, list_lineages, make_branch
+from unbroken.archive.comparing import Difference, choose_commits, compare
+from unbroken.archive.exporting import Export, export
 from unbroken.archive.saving import Saving, save_failed
 from unbroken.core.errors import CheckpointWarning, Fenced, NoCheckpoint, Refused, SaveFailed, StoreError
 from unbroken.core.limits import DRAIN_TIMEOUT_S, KEEP_NEWEST
 from unbroken.core.ports import SystemClock, SystemNonces, environment
-from unbroken.core.records import CommitEntry, RunFacts, StoredPiece
+from unbroken.core.records import MAIN_LINEAGE, CommitEntry, RunFacts, StoredPiece
 from unbroken.proof.certify import Certificate, certify
+from unbroken.proof.diverging import Parting, part_ways
+from unbroken.store.paths import check_lineage
 from unbroken.store.repository import Part, Repository, VerifyReport, naming
 from unbroken.store.tiers.disk import DiskTier, local_path
 
@@ -135,12 +140,16 @@ class Store:
     elsewhere. One process writes a folder at a time; any number may read it. Use one Store from one thread.
     """
 
-    def __init__(self, url: str | os.PathLike[str], *, keep: int = KEEP_NEWEST) -> None:
-        """`url`: a folder's path or file:// URL; nothing is made before the first save. `keep` >= 1 newest ones stay, and milestones."""
+    def __init__(self, url: str | os.PathLike[str], *, keep: int = KEEP_NEWEST, lineage: str = MAIN_LINEAGE) -> None:
+        """`url`: a folder's path or file:// URL; nothing is made before the first save. `keep` >= 1 newest ones stay, and milestones.
+
+        `lineage`: the branch to go on with (see `Archive.branch`); NoCheckpoint at the first call if there is none of that name.
+        """
         if type(keep) is not int or keep < 1:
             raise ValueError(f"keep={keep!r}: keep at least 1 checkpoint")
         self._keep = keep
         self._tier = DiskTier(local_path(url))
+        self._lineage = check_lineage(lineage)
         self._saving: Saving | None = None
         self._background = _Background()
         self._buffers = deque(_Staging() for _ in range(_NUM_BUFFERS))
@@ -204,7 +213,7 @@ class Store:
 
         self._background.join(DRAIN_TIMEOUT_S)
         with naming(self._tier.root):
-            repository = Repository.open(self._tier)
+            repository = Repository.open(self._tier, self._lineage)
 
             def use(commit: CommitEntry) -> Any:
                 pieces = reading.read_commit(repository, commit)
@@ -223,7 +232,7 @@ class Store:
         with naming(self._tier.root):
             if not Repository.exists(self._tier):
                 return None
-            commit = reading.newest_plausible(Repository.open(self._tier))
+            commit = reading.newest_plausible(Repository.open(self._tier, self._lineage))
         return commit.step if commit is not None else None
 
     def wait(self) -> None:
@@ -262,7 +271,7 @@ class Store:
         if self._saving is None:
             try:
                 with naming(self._tier.root):
-                    self._saving = Saving.open(self._tier, SystemClock(), SystemNonces())
+                    self._saving = Saving.open(self._tier, SystemClock(), SystemNonces(), self._lineage)
             except (OSError, StoreError) as error:
                 raise save_failed(step, error) from error
             self._condemn_damaged()
@@ -359,24 +368,41 @@ class CheckpointInfo(Struct, frozen=True, kw_only=True):
     kind: str
     root: str
     milestone: bool
+    lineage: str = MAIN_LINEAGE
 
 
-def open(url: str | os.PathLike[str]) -> Archive:
-    """Open a folder that a Store or a Run has written, for reading only; nothing in it is made or changed.
+class Diff(Struct, frozen=True, kw_only=True):
+    """What differs between two checkpoints and the histories behind them. `steps` and `roots` are those of the two.
 
-    NoCheckpoint if nothing is there, ForeignFolder if something else is, NewerFormat if a newer version wrote it.
+    `equal`: every restored and compared variable of the ranks that both have has the same bits, and the journals part nowhere.
+    """
+
+    equal: bool
+    state_equal: bool
+    steps: list[int]
+    roots: list[str]
+    differences: list[Difference]
+    journal: Parting
+
+
+def open(url: str | os.PathLike[str], lineage: str = MAIN_LINEAGE) -> Archive:
+    """Open a folder that a Store or a Run has written, for reading; only `Archive.branch` adds something to it.
+
+    lineage: which of its histories, "main" or the name of a branch. NoCheckpoint if nothing is there, ForeignFolder if something else is,
+    NewerFormat if a newer version wrote it.
     """
     tier = DiskTier(local_path(url))
     with naming(tier.root):
-        return Archive(Repository.open(tier), tier.root)
+        return Archive(Repository.open(tier, check_lineage(lineage)), tier)
 
 
 class Archive:
-    """What `open` returns. Every call sees what has been committed by then."""
+    """What `open` returns: one lineage of a folder. Every call sees what has been committed by then."""
 
-    def __init__(self, repository: Repository, root: str) -> None:
+    def __init__(self, repository: Repository, tier: DiskTier) -> None:
         self._repository = repository
-        self._root = root
+        self._tier = tier
+        self._root = tier.root
 
     @property
     def facts(self) -> RunFacts:
@@ -402,9 +428,31 @@ class Archive:
                 kind=commit.kind,
                 root=commit.state_root,
                 milestone=commit.milestone,
+                lineage=repository.lineage,
             )
             for commit in commits
         ]
+
+    def stored_bytes(self) -> int:
+        """What all lineages take on disk: packs, manifests, logs and journals. One look at every file's size."""
+        return sum(reading.sizes(self._tier))
+
+    def lineages(self) -> list[LineageInfo]:
+        """The histories in this folder, the run's own first. Reads their logs."""
+        return list_lineages(self._tier)
+
+    def branch(self, step: int, name: str, set: Mapping[str, Any] | None = None) -> Branch:
+        """Begin a lineage `name` in the same folder that goes on from the checkpoint of `step`; durable on return, no state is copied.
+
+        set: hyper-parameters that its base checkpoint has instead of the stored ones, such as {"lr": 1e-4, "1.weight_decay": 0.0}
+        ("1." is a group). They keep their types; a schedule that computes the rate is scaled with "lr". `Run(folder, lineage=name)` then
+        trains it, also while this lineage is trained.
+
+        ValueError for a bad name or setting (with those there are), NoCheckpoint for a step that is not there, Damaged if it is not
+        whole, Refused if the name is taken. After any error nothing is visible.
+        """
+        with naming(self._root):
+            return make_branch(self._fresh(), self._tier, step, name, set or {}, clock=SystemClock(), nonces=SystemNonces())
 
     def load(self, step: int | None = None, keys: Iterable[str] | None = None) -> Any:
         """The restored state of `step` or of the newest good checkpoint, made anew on the CPU, every byte verified.
@@ -450,18 +498,48 @@ class Archive:
                 seen.setdefault((stored.piece.pointer, -1 if stored.rank is None else stored.rank), stored)
         return [_described(seen[name]) for name in sorted(seen)]
 
+    def diff(self, other: Archive | str | os.PathLike[str], step: int | None = None, other_step: int | None = None) -> Diff:
+        """What differs from a checkpoint here to one of `other`: variables by name, and the first step at which the histories part.
+
+        Without steps, the newest checkpoint that both hold, else the newest of each. Cost: manifests and journals, and of the data only
+        the chunks of variables with other digests; memory is a few chunks. NoCheckpoint, Damaged as in load.
+        """
+        theirs = other if isinstance(other, Archive) else open(other)
+        ours, others = self._fresh(), theirs._fresh()
+        with naming(self._root):
+            a, b = choose_commits(ours, step, others, other_step)
+            found = compare((ours, a), (others, b))
+            journal = part_ways(ours, others, (a.step, b.step))
+        return Diff(
+            equal=not any(one.counts for one in found) and journal.is_equal,
+            state_equal=a.state_root == b.state_root,
+            steps=[a.step, b.step],
+            roots=[a.state_root, b.state_root],
+            differences=found,
+            journal=journal,
+        )
+
+    def export(self, to: str | os.PathLike[str], step: int | None = None, format: str = "safetensors") -> Export:
+        """Write a checkpoint for other tools: a new folder of safetensors files and JSON, or with format="torch" one new file.
+
+        Weights have the names that `load_state_dict` expects; see `unbroken.capture.portable` for what is where. Nothing is overwritten,
+        and after an error nothing is there. Memory: the whole state. Refused, ValueError, MissingExtra; NoCheckpoint, Damaged as in load.
+        """
+        with naming(self._root):
+            return export(self._fresh(), self._root, step, os.fspath(to), format, nonces=SystemNonces())
+
     def verify(self) -> VerifyReport:
         """Recompute every digest and root of what is not condemned from stored bytes. Cost: reads everything once."""
         return self._repository.verify()
 
-    def certify(self, against: str | os.PathLike[str] | None = None) -> Certificate:
+    def certify(self, against: str | os.PathLike[str] | None = None, against_lineage: str = MAIN_LINEAGE) -> Certificate:
         """Prove from stored bytes that the run was unbroken; with `against`, that it has the bits of that reference run."""
         other = None if against is None else DiskTier(local_path(against))
         if other is not None:
             with naming(other.root):
-                Repository.open(other)  # what is wrong with the reference's folder is said with its name
+                Repository.open(other, check_lineage(against_lineage))  # what is wrong with the reference's folder is said with its name
         with naming(self._root):
-            return certify(self._repository.tier, self._repository.lineage, against=other)
+            return certify(self._tier, self._repository.lineage, against=other, against_lineage=against_lineage)
 
     def _fresh(self) -> Repository:
         self._repository.refresh()

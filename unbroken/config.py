@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from typing import Literal, TypedDict, cast, get_args
 
 from unbroken.core.limits import KEEP_NEWEST, MAX_THREADS, MAX_UNITS, MIN_HANG_TIMEOUT_S
+from unbroken.core.records import MAIN_LINEAGE
 from unbroken.loggers.choose import JSON_LINES, LogTo, Target, targets
 from unbroken.order.streams import check_seed
+from unbroken.store.paths import check_lineage
 
 Resume = Literal["auto", "must", "never"]
 Reduce = Literal["ordered", "ring"]
@@ -25,7 +27,8 @@ class Options(TypedDict, total=False):
     run's own steps: 5 times their median and spread, at least 30 s; None: nobody watches. Evaluations (`run.eval`), saves, starts and
     first steps may take longer, and in a notebook or under a debugger nobody watches. log_to: sinks of metrics, "jsonl" (default:
     metrics.jsonl in the run folder), "jsonl:FILE", "tensorboard:DIR", "wandb:PROJECT", "mlflow:URI", "swanlab:PROJECT", a list of them
-    (or none), an `unbroken.loggers.Sink` of your own.
+    (or none), an `unbroken.loggers.Sink` of your own. lineage: the branch to go on with, made by `unbroken branch` (default "main", the
+    run itself).
     """
 
     total_steps: int | None
@@ -36,6 +39,7 @@ class Options(TypedDict, total=False):
     reduce: Reduce
     hang_timeout: str | None
     log_to: LogTo
+    lineage: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +74,7 @@ class RunConfig:
     keep: int = KEEP_NEWEST
     hang_timeout: float | Literal["auto"] | None = "auto"
     log_to: tuple[Target, ...] = (Target(JSON_LINES),)
+    lineage: str = MAIN_LINEAGE
 
 
 _UNITS_S = dict.fromkeys(("s", "sec", "second", "seconds"), 1.0)
@@ -133,4 +138,5 @@ def resolve(lose_at_most: str, resume: str, options: Options) -> RunConfig:
         keep=options.get("keep", KEEP_NEWEST),
         hang_timeout=parse_hang_timeout(options.get("hang_timeout", "auto")),
         log_to=targets(options.get("log_to", JSON_LINES)),
+        lineage=check_lineage(options.get("lineage", MAIN_LINEAGE)),
     )

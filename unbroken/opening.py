@@ -22,6 +22,7 @@ from unbroken.core.errors import EnvironmentChanged, LayoutMismatch, NoCheckpoin
 from unbroken.core.limits import NUM_SLOTS
 from unbroken.core.messages import Failed, Plan
 from unbroken.core.ports import Clock, environment
+from unbroken.core.records import MAIN_LINEAGE
 from unbroken.data.loader import Source
 from unbroken.order.ledger import check_same
 from unbroken.recover.link import Link
@@ -101,6 +102,7 @@ class Opening:
             resume=self.config.resume,
             options=self._birth_facts(),
             once=self.done,
+            lineage=self.config.lineage,
         )
         self.link = self.start.connect()
         self.moments["rendezvous"] = self.clock.monotonic()
@@ -110,7 +112,7 @@ class Opening:
             self.start.compare(self.start.stored, self.facts())
         pieces = together(self.exchange, lambda: [*self.pieces(self.start.counters), *self.facts()])
         self.start.open(self.link, plan, pieces)
-        tell_launcher(self.directory)
+        tell_launcher(self.directory, self.config.lineage)
         self.watching.start(self.link)
         self.moments["rollback"] = self.clock.monotonic()
         self.run_id, self._has_saved = plan.run_id, plan.source != "fresh"
@@ -182,7 +184,8 @@ class Opening:
             return
         origin = "a fresh start" if plan.source == "fresh" else f"step {plan.step} from {plan.source}"
         units = f"{self.num_units} units per step on {self.exchange.world_size} ranks, {plan.options['threads']} threads each"
-        print(f"unbroken: {self.directory}: {origin}, generation {plan.generation}; {units}")
+        where = self.directory if self.config.lineage == MAIN_LINEAGE else f"{self.directory}, lineage {self.config.lineage}"
+        print(f"unbroken: {where}: {origin}, generation {plan.generation}; {units}")
         memory = f"{NUM_SLOTS} slots of {mebibytes(slot_bytes)} and {mebibytes(gradient_bytes)} for gradients"
         print(f"unbroken: {self.config.interval}; memory per rank: {memory}")
         if self.source.grade != "exact":
@@ -243,6 +246,7 @@ class Opening:
             "/hardware": (facts.hardware(self.device), "recorded", "rank", "hardware"),
             "/topology": (topology, "recorded", "rank", "scheduling"),
             "/layout": (layout, "recorded", "logical", "scheduling"),
+            "/naming": (self.stack.naming(), "recorded", "logical", "framework"),
         }
 
 
@@ -282,9 +286,9 @@ def refuse_metric_schedulers(schedulers: Mapping[str, Any]) -> None:
             )
 
 
-def tell_launcher(directory: str) -> None:
+def tell_launcher(directory: str, lineage: str = MAIN_LINEAGE) -> None:
     """The launcher learns where the run lives, so that it can keep the daemon through restarts; a later attempt, that it was opened."""
     path = environment("UNBROKEN_LAUNCH_FILE")
     if path and environment("LOCAL_RANK", "0") == "0":
         with open(path, "ab") as file:
-            file.write(msgspec.json.encode({"directory": directory}) + b"\n")
+            file.write(msgspec.json.encode({"directory": directory, "lineage": lineage}) + b"\n")

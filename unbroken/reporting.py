@@ -25,7 +25,7 @@ class Reporting:
         self._clock = opening.clock
         self._metrics = Metrics()
         wanted = opening.config.log_to if rank == 0 else ()
-        self._feeds = [Feed(target, RunInfo(plan.run_id, opening.directory, plan.step)) for target in wanted]
+        self._feeds = [Feed(target, RunInfo(plan.run_id, opening.directory, plan.step, opening.config.lineage)) for target in wanted]
         self._told: set[str] = set()
         self._newest = -1 if plan.source != "fresh" else 0  # after a restart the sinks may lack what was committed before
         self._has_ended = False

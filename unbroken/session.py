@@ -125,7 +125,7 @@ class Run:
         opening.moments["align"] = self._clock.monotonic()
         opening.announce(plan, self._stepping.gradient_bytes, self._keeping.start())
         atexit.register(self._at_exit)
-        place = os.path.realpath(self._directory)
+        place = f"{os.path.realpath(self._directory)}@{self._config.lineage}"
         earlier = _open_runs.get(place)
         if earlier is not None:
             earlier._overtaken()

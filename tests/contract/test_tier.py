@@ -32,6 +32,18 @@ def test_an_object_may_be_empty(tier: Tier) -> None:
     assert tier.read("empty") == b""
 
 
+def test_folders_are_those_directly_beneath(tier: Tier) -> None:
+    assert tier.folders("runs") == []
+    for path in ("runs/b/log/1", "runs/a/log/1", "runs/a/x", "runs/file", "other/c/1"):
+        tier.create(path, [b"x"])
+    assert tier.folders("runs") == ["a", "b"]
+    assert tier.folders("runs/a") == ["log"]
+    assert tier.folders("runs/file") == []
+    for path in ESCAPES:
+        with pytest.raises(Permanent):
+            tier.folders(path)
+
+
 def test_create_never_replaces(tier: Tier) -> None:
     tier.create("a", [b"first"])
     with pytest.raises(FileExistsError):

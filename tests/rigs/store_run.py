@@ -112,13 +112,13 @@ class Trainer:
         return self.repository.collect(keep_newest, writer=WRITER, clock=StillClock())
 
 
-def start(tier: Tier, *, nonces: Nonces | None = None, world_size: int = 2, num_floats: int = NUM_FLOATS) -> Trainer:
+def start(tier: Tier, *, nonces: Nonces | None = None, world_size: int = 2, num_floats: int = NUM_FLOATS, lineage: str = "main") -> Trainer:
     """Begin a run, or go on from its newest good checkpoint as a new generation, condemning what turns out bad."""
     source = nonces or CountedNonces(f"rig {next(_starts)}")
     if not Repository.exists(tier):
         repository = Repository.create(tier, FACTS, nonces=source)
         return opened(repository, None, source, world_size, num_floats)
-    repository = Repository.open(tier, nonces=source)
+    repository = Repository.open(tier, lineage, nonces=source)
     base, _, passed_over = newest_good(repository)
     for commit, damaged in passed_over:
         repository.condemn(commit.step, commit.generation, [damaged.path], damaged.reason, writer=WRITER, clock=StillClock())
@@ -185,9 +185,9 @@ def objects_of(repository: Repository, commits: Iterable[CommitEntry]) -> set[st
     return found
 
 
-def steps(tier: Tier) -> list[int]:
+def steps(tier: Tier, lineage: str = "main") -> list[int]:
     """The steps that a newcomer sees."""
-    return [commit.step for commit in Repository.open(tier).visible()]
+    return [commit.step for commit in Repository.open(tier, lineage).visible()]
 
 
 def with_objects(tier: MemoryTier, changes: Mapping[str, bytes | None]) -> MemoryTier:

@@ -78,6 +78,9 @@ class RecordedTier:
     def list(self, prefix: str) -> Any:
         return self._call("list", prefix)
 
+    def folders(self, prefix: str) -> Any:
+        return self._call("folders", prefix)
+
     def delete(self, path: str) -> None:
         self._call("delete", path)
 

@@ -210,7 +210,10 @@ def test_the_launcher_is_told_where_the_run_lives(tmp_path: Path, monkeypatch: p
     for rank, directory in (("0", "/a"), ("1", "/b"), ("0", "/c d\n")):
         monkeypatch.setenv("LOCAL_RANK", rank)
         tell_launcher(directory)
-    assert [msgspec.json.decode(line) for line in launch.read_bytes().splitlines()] == [{"directory": "/a"}, {"directory": "/c d\n"}]
+    assert [msgspec.json.decode(line) for line in launch.read_bytes().splitlines()] == [
+        {"directory": "/a", "lineage": "main"},
+        {"directory": "/c d\n", "lineage": "main"},
+    ]
 
 
 def test_what_was_never_opened_can_be_closed() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -14,6 +15,7 @@ from unbroken.core.os import boot_id, hostname, is_alive
 from unbroken.core.ports import Buffer, Tier
 from unbroken.core.records import CommitEntry, LogEntry, Manifest, Piece, StoredPiece, Writer
 from unbroken.store import paths
+from unbroken.store.lineages import OtherLineages
 from unbroken.store.repository import Repository
 from unbroken.store.sealed import read_sealed
 
@@ -158,7 +160,7 @@ def newest_plausible(repository: Repository) -> CommitEntry | None:
 
 def _uncommitted(repository: Repository, newer_than: int) -> Iterator[PassedOver]:
     """Newer steps of which a manifest lies here but no log entry speaks: the commit was cut off, or its entry has been lost."""
-    if _is_being_written(repository.tier):
+    if _is_being_written(repository.tier, repository.lineage):
         return
     manifests = repository.tier.list(paths.MANIFESTS)
     repository.refresh()  # after the listing: an entry that was written since we read the log is neither damaged nor lost
@@ -167,9 +169,14 @@ def _uncommitted(repository: Repository, newer_than: int) -> Iterator[PassedOver
     gone = set(state.pruned) | {(c.step, c.generation) for c in state.condemned}
     damage = [text for text in repository.log.damage if text]
     seen: set[int] = set()
+    elsewhere: set[str] | None = None
     for path in manifests:
         name = paths.manifest_name(path)
         if name is None or path in known or name.step <= newer_than or name.step in seen or (name.step, name.generation) in gone:
+            continue
+        if elsewhere is None:
+            elsewhere = OtherLineages(repository.tier, repository.lineage).origins()
+        if name.origin in elsewhere:
             continue
         seen.add(name.step)
         reason = (
@@ -180,15 +187,23 @@ def _uncommitted(repository: Repository, newer_than: int) -> Iterator[PassedOver
         yield PassedOver(name.step, None, (path,), reason)
 
 
-def _is_being_written(tier: Tier) -> bool:
+def _is_being_written(tier: Tier, lineage: str) -> bool:
     """True if another process may be between a manifest and its log entry right now."""
     try:
-        writer = msgspec.json.decode(tier.read(paths.WRITER), type=Writer)
+        writer = msgspec.json.decode(tier.read(paths.writer(lineage)), type=Writer)
     except (FileNotFoundError, Permanent, msgspec.MsgspecError, ValueError):
         return False
     if writer.host != hostname():
         return True
     return writer.pid != os.getpid() and writer.boot_id == boot_id() and is_alive(writer.pid)
+
+
+def sizes(tier: Tier) -> Iterator[int]:
+    """Bytes of every object of ours; what is removed meanwhile is passed over."""
+    for path in tier.list(""):
+        if paths.is_ours(path):
+            with suppress(FileNotFoundError):
+                yield tier.size(path)
 
 
 def commit_times(tier: Tier, lineage: str, head: int, commits: tuple[CommitEntry, ...]) -> Mapping[tuple[int, int], str]:

@@ -10,6 +10,7 @@ from unbroken.core.errors import Fenced, Refused, SaveFailed
 from unbroken.core.os import boot_id, hostname
 from unbroken.core.ports import Clock, Nonces, failpoint
 from unbroken.core.records import BeginRecord, CommitEntry, Generation, RootRecord, RunFacts, Writer
+from unbroken.store import paths
 from unbroken.store.journal import JournalWriter
 from unbroken.store.lease import WriterLease
 from unbroken.store.repository import Part, Repository
@@ -50,14 +51,16 @@ class Saving:
             self.notes.append(f"{repository.facts.run_id}: took the folder over from {lease.took_over}, which is gone")
 
     @classmethod
-    def open(cls, tier: DiskTier, clock: Clock, nonces: Nonces) -> Saving:
+    def open(cls, tier: DiskTier, clock: Clock, nonces: Nonces, lineage: str = paths.MAIN) -> Saving:
         """Take the lease and open or create the run. Raises Fenced naming the holder, ForeignFolder, NewerFormat, OSError."""
         Repository.exists(tier)  # a foreign folder must not get so much as a lock file from us
+        if lineage != paths.MAIN:
+            Repository.open(tier, lineage)  # nor a lineage that was never begun
         writer = Writer(host=hostname(), pid=os.getpid(), boot_id=boot_id(), since=clock.utc())
-        lease = WriterLease.acquire(tier.root, writer)
+        lease = WriterLease.acquire(tier.root, writer, lineage)
         try:
             if Repository.exists(tier):
-                repository = Repository.open(tier)
+                repository = Repository.open(tier, lineage)
                 if repository.facts.options.get("writer") != "store":
                     raise Refused(f"{tier.root} holds a training run, whose history a Store would fork: use another folder for it")
             else:

@@ -69,6 +69,15 @@ def buffers_once(models: Mapping[str, nn.Module]) -> dict[str, torch.Tensor]:
     return found
 
 
+def transient_buffers(models: Mapping[str, nn.Module]) -> list[str]:
+    """Names of the buffers that state_dict leaves out, as in `buffers_once`, each under all of its names."""
+    found = []
+    for key, model in models.items():
+        for prefix, module in modules(model):
+            found += [".".join(part for part in (key, prefix, name) if part) for name in sorted(module._non_persistent_buffers_set)]
+    return found
+
+
 def parameter_names(models: Mapping[str, nn.Module]) -> dict[int, str]:
     """id of a parameter -> its first name, preceded by the model's key where there are several models."""
     names: dict[int, str] = {}

@@ -5,7 +5,7 @@
     /data  /counters                                                      restored, logical   scheduling
     /rng  /loader                                                         restored, per rank  framework, scheduling
     /model/structure  /environment                                        compared            framework, hardware
-    /hardware  /topology  /layout  /options                               recorded            hardware, scheduling
+    /hardware  /topology  /layout  /options  /naming                      recorded            hardware, scheduling
 
 Optimizer state is keyed by parameter name, so that it survives another order within a group. Where there is one model (optimizer,
 scheduler) its key is left out of the pointers.
@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 
@@ -142,6 +143,11 @@ class Stack:
             for name, module in names.modules(model):
                 found[f"{key}.{name}" if key and name else key or name] = f"{type(module).__name__}({module.extra_repr()})"
         return found
+
+    def naming(self) -> str:
+        """What other formats need to name things as torch does, as JSON: buffers not in state_dict, parameters in the optimizers' order."""
+        order = {k: [[self.names[id(p)] for p in g["params"]] for g in o.param_groups] for k, o in self.parts.optimizers.items()}
+        return msgspec.json.encode({"transient_buffers": names.transient_buffers(self.parts.models), "optimizer_order": order}).decode()
 
     def restore(self, pieces: Pieces, *, own_streams: bool) -> None:
         """Put stored pieces into the live objects, in place. LayoutMismatch lists every difference and leaves all untouched.

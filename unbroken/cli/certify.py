@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from unbroken.cli.output import DirArgument, JsonOption, console, errors_as_exit_codes, print_json
+from unbroken.cli.output import DirArgument, JsonOption, LineageOption, console, errors_as_exit_codes, print_json
+from unbroken.core.records import MAIN_LINEAGE
 
 if TYPE_CHECKING:
     from unbroken.proof.certify import Certificate
@@ -33,13 +34,15 @@ def command(
     against: Annotated[
         str | None, typer.Option(metavar="DIR", help="An uninterrupted run to compare with, step by step.", show_default=False)
     ] = None,
+    lineage: LineageOption = MAIN_LINEAGE,
+    against_lineage: Annotated[str, typer.Option(metavar="NAME", help="Which history of the reference.")] = MAIN_LINEAGE,
     as_json: JsonOption = False,
 ) -> None:
     """Prove from stored bytes that every step and every sample happened once; exit code 1 when it cannot be proven."""
     with errors_as_exit_codes(as_json):
         from unbroken.checkpoints import open as open_run
 
-        certificate = open_run(directory).certify(against)
+        certificate = open_run(directory, lineage).certify(against, against_lineage)
         if as_json:
             print_json(certificate)
         else:
@@ -53,6 +56,10 @@ def _print(certificate: Certificate) -> None:
         value = getattr(certificate, name)
         table.add_row(name.replace("_", " "), "not checked" if value is None else str(value))
     console().print(table)
+    for branched in certificate.branches:
+        console().print(f"lineage {branched.lineage}: from {branched.parent} at step {branched.step}, generation {branched.generation}")
+        for change in branched.changes:
+            console().print(f"  changed on purpose: {change.pointer}: {change.before} -> {change.after}", markup=False)
     for one in certificate.condemned:
         console().print(f"condemned: step {one.step} of generation {one.generation}: {one.reason}")
     for difference in certificate.differences:

@@ -16,7 +16,7 @@ from unbroken.core.errors import MissingExtra, UnbrokenError
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document for machines.")]
 DirArgument = Annotated[str, typer.Argument(metavar="DIR", help="The run folder.", show_default=False)]
-
+LineageOption = Annotated[str, typer.Option("--lineage", metavar="NAME", help="Which history of the folder: a branch's name.")]
 
 PIPE_COLUMNS = 4096
 """A pipe or file has no width: nothing may be cut there."""

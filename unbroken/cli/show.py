@@ -7,13 +7,15 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from unbroken.cli.output import DirArgument, JsonOption, console, errors_as_exit_codes, print_json, size
+from unbroken.cli.output import DirArgument, JsonOption, LineageOption, console, errors_as_exit_codes, print_json, size
+from unbroken.core.records import MAIN_LINEAGE
 
 
 def command(
     directory: DirArgument,
     variables: Annotated[bool, typer.Option("--variables", help="List every variable of the checkpoint.")] = False,
     step: Annotated[int | None, typer.Option(min=0, help="The checkpoint's step; the newest if not given.", show_default=False)] = None,
+    lineage: LineageOption = MAIN_LINEAGE,
     as_json: JsonOption = False,
 ) -> None:
     """Show a run's facts and newest checkpoint, or with --variables everything a checkpoint holds."""
@@ -21,15 +23,15 @@ def command(
         if step is not None and not variables:
             raise ValueError("--step chooses the checkpoint for --variables: give both, or see `unbroken ls` for all checkpoints")
         if variables:
-            _show_variables(directory, step, as_json)
+            _show_variables(directory, lineage, step, as_json)
         else:
-            _show_overview(directory, as_json)
+            _show_overview(directory, lineage, as_json)
 
 
-def _show_variables(directory: str, step: int | None, as_json: bool) -> None:
+def _show_variables(directory: str, lineage: str, step: int | None, as_json: bool) -> None:
     from unbroken.checkpoints import open as open_run
 
-    found = open_run(directory).variables(step)
+    found = open_run(directory, lineage).variables(step)
     if as_json:
         print_json({"num_variables": len(found), "variables": found})
         return
@@ -50,10 +52,10 @@ def _show_variables(directory: str, step: int | None, as_json: bool) -> None:
     console().print(f"{len(found)} variables")
 
 
-def _show_overview(directory: str, as_json: bool) -> None:
+def _show_overview(directory: str, lineage: str, as_json: bool) -> None:
     from unbroken.checkpoints import open as open_run
 
-    archive = open_run(directory)
+    archive = open_run(directory, lineage)
     checkpoints = archive.steps()
     newest = checkpoints[-1] if checkpoints else None
     if as_json:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import typer
 
-from unbroken.cli.output import DirArgument, JsonOption, console, errors_as_exit_codes, print_json
+from unbroken.cli.output import DirArgument, JsonOption, LineageOption, console, errors_as_exit_codes, print_json
+from unbroken.core.records import MAIN_LINEAGE
 
 
-def command(directory: DirArgument, as_json: JsonOption = False) -> None:
+def command(directory: DirArgument, lineage: LineageOption = MAIN_LINEAGE, as_json: JsonOption = False) -> None:
     """Read everything the run's checkpoints need and check every digest; exit code 1 when something is wrong."""
     with errors_as_exit_codes(as_json):
         from unbroken.checkpoints import open as open_run
 
-        report = open_run(directory).verify()
+        report = open_run(directory, lineage).verify()
         if as_json:
             print_json(report)
         else:

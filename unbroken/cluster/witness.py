@@ -1,7 +1,8 @@
 """What the launcher knows of the run it starts again and again: its folder, and from the daemon how far it has come.
 
-The launcher learns the folder from its workers, which append `{"directory": ...}` to the file named by UNBROKEN_LAUNCH_FILE. Everything
-here is best effort with short timeouts: a run without a daemon is restarted as well, only without the rules that need its progress.
+The launcher learns the folder from its workers, which append `{"directory": ..., "lineage": ...}` to the file named by
+UNBROKEN_LAUNCH_FILE. Everything here is best effort with short timeouts: a run without a daemon is restarted as well, only without the
+rules that need its progress.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from msgspec import Struct
 
 from unbroken.core.errors import UnbrokenError
 from unbroken.core.messages import Bye, Error, Hello, Message, Note, Status, StatusReply, Welcome
+from unbroken.core.records import MAIN_LINEAGE
 from unbroken.shm.channel import Channel, connect
 from unbroken.store.repository import Repository
 from unbroken.store.tiers.disk import DiskTier
@@ -56,7 +58,8 @@ class Witness:
     @property
     def directory(self) -> str | None:
         """The folder the workers named last."""
-        return last_directory(self._launch_file)
+        told = last_told(self._launch_file)
+        return told[0] if told is not None else None
 
     def look(self) -> None:
         """Connect if the workers have named a folder by now, and throw away what the daemon told us unasked. Does not wait."""
@@ -111,17 +114,17 @@ class Witness:
         channel.close()
 
     def _connect(self) -> Channel | None:
-        directory = self.directory
-        if directory is None:
+        told = last_told(self._launch_file)
+        if told is None:
             return None
-        self._channel = connect(directory, start=False)
+        self._channel = connect(told[0], False, told[1])
         self._channel.send(Hello(role="launcher", pid=os.getpid()))
         _answer(self._channel, Welcome)
         return self._channel
 
 
-def last_directory(path: str) -> str | None:
-    """The folder in the last whole line of a launch file."""
+def last_told(path: str) -> tuple[str, str] | None:
+    """The folder and the lineage in the last whole line of a launch file."""
     try:
         with open(path, "rb") as file:
             lines = file.read(MAX_LAUNCH_FILE_BYTES).splitlines()
@@ -129,11 +132,12 @@ def last_directory(path: str) -> str | None:
         return None
     for line in reversed(lines):
         try:
-            found = msgspec.json.decode(line, type=dict[str, Any]).get("directory")
+            told = msgspec.json.decode(line, type=dict[str, Any])
         except msgspec.MsgspecError:
             continue
-        if isinstance(found, str) and found:
-            return found
+        directory, lineage = told.get("directory"), told.get("lineage", MAIN_LINEAGE)
+        if isinstance(directory, str) and directory and isinstance(lineage, str):
+            return directory, lineage
     return None
 
 

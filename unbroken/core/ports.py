@@ -83,6 +83,9 @@ class Tier(Protocol):
     def list(self, prefix: str) -> builtins.list[str]:
         """Paths of all objects under the folder `prefix`, sorted; [] when there is none. Temporaries are never listed."""
 
+    def folders(self, prefix: str) -> builtins.list[str]:
+        """Names of the folders directly under the folder `prefix`, sorted; [] when there is none. It may lag like `list`."""
+
     def delete(self, path: str) -> None:
         """Remove; no error when it is not there."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from unbroken.core.limits import MAX_POINTER_CHARS
 
@@ -22,6 +22,10 @@ Count = Annotated[int, Meta(ge=0)]
 Role = Literal["restored", "compared", "recorded"]
 Layer = Literal["hardware", "framework", "scheduling"]
 Scope = Literal["logical", "rank"]
+
+
+MAIN_LINEAGE = "main"
+"""The lineage that a run is born with."""
 
 
 class Piece(Struct, frozen=True, kw_only=True):
@@ -185,16 +189,40 @@ class PruneEntry(Struct, frozen=True, kw_only=True, tag="prune"):
     objects: tuple[Path, ...] = ()
 
 
-Entry = GenerationEntry | CommitEntry | CondemnEntry | PruneEntry
+class Change(Struct, frozen=True, kw_only=True):
+    """One value of a piece that was changed on purpose, as people write it."""
+
+    pointer: Pointer
+    before: str
+    after: str
+
+
+class BranchEntry(Struct, frozen=True, kw_only=True, tag="branch"):
+    """First entry of a lineage that another one begets: its base is the commit (step, generation) of the lineage `parent`.
+
+    It makes nothing visible. Until a commit follows, `manifests` (the parent's, and their packs) must not be deleted. `changes` are what
+    the base checkpoint of this lineage has other than the parent's; `state_root` is the parent's.
+    """
+
+    parent: str
+    step: Count
+    generation: Count
+    state_root: Digest
+    manifests: tuple[ManifestRef, ...]
+    changes: tuple[Change, ...] = ()
+
+
+Entry = GenerationEntry | CommitEntry | CondemnEntry | PruneEntry | BranchEntry
 
 
 class LogState(Struct, frozen=True, kw_only=True):
-    """The fold of all entries so far: what every 256th entry carries as its summary."""
+    """The fold of all entries so far: what every 256th entry carries as its summary. `branch` is left out where there is none."""
 
     generations: tuple[Generation, ...] = ()
     commits: tuple[CommitEntry, ...] = ()
     condemned: tuple[CondemnEntry, ...] = ()
     pruned: tuple[tuple[int, int], ...] = ()
+    branch: BranchEntry | UnsetType = UNSET
 
 
 class LogEntry(Struct, frozen=True, kw_only=True):

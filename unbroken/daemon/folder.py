@@ -1,4 +1,4 @@
-"""The daemon's hold on one run folder: lease, repository, and the steps of a start (Begin, Bad, Opened)."""
+"""The daemon's hold on one lineage of a run folder: lease, repository, and the steps of a start (Begin, Bad, Opened)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from unbroken.core.errors import Refused, SaveFailed, StoreError, Transient, UnbrokenError
+from unbroken.core.errors import NoCheckpoint, Refused, SaveFailed, StoreError, Transient, UnbrokenError
 from unbroken.core.limits import KEEP_NEWEST, MAX_HANG_FILES
 from unbroken.core.messages import Bad, Begin, Opened, Plan
 from unbroken.core.os import boot_id, hostname
@@ -101,10 +101,11 @@ class _Start:
 
 
 class RunFolder:
-    """One run folder. Nothing is created in it before a start needs it."""
+    """One lineage of a run folder. Nothing is created in it before a start needs it."""
 
-    def __init__(self, directory: str, clock: Clock, nonces: Nonces) -> None:
+    def __init__(self, directory: str, clock: Clock, nonces: Nonces, lineage: str = paths.MAIN) -> None:
         self.directory = directory
+        self.lineage = lineage
         self.clock = clock
         self.writer = Writer(host=hostname(), pid=os.getpid(), boot_id=boot_id(), since=clock.utc())
         self._nonces = nonces
@@ -254,10 +255,14 @@ class RunFolder:
     def _open(self) -> bool:
         with naming(self.directory):
             if not Repository.exists(self._tier):
+                if self.lineage != paths.MAIN:
+                    raise NoCheckpoint(f"no run here, so no lineage {self.lineage!r}: is this the right folder, and is it mounted?")
                 return False
+            if self._repository is None and self.lineage != paths.MAIN:
+                Repository.open(self._tier, self.lineage)  # one that was never begun must not get so much as a lock file
         self._acquire()
         if self._repository is None:
-            self._repository = Repository.open(self._tier)
+            self._repository = Repository.open(self._tier, self.lineage)
             self._facts_raw = self._read_facts()
         else:
             self._repository.refresh()
@@ -265,7 +270,7 @@ class RunFolder:
 
     def _acquire(self) -> None:
         if self._lease is None:
-            self._lease = WriterLease.acquire(self.directory, self.writer)
+            self._lease = WriterLease.acquire(self.directory, self.writer, self.lineage)
             if self._lease.took_over:
                 self._notes.append(f"took the run over from {self._lease.took_over}")
 

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from unbroken.core.errors import Refused, SaveFailed, describe
 from unbroken.core.ports import failpoint
+from unbroken.core.records import MAIN_LINEAGE
 from unbroken.loggers.choose import JSON_LINES, Target, make
 from unbroken.loggers.rows import Rows
 from unbroken.loggers.sink import RunInfo, Sink
@@ -28,6 +29,7 @@ _BATCH_ROWS = 1000
 def catch_up(sink: Sink, rows: Rows, held: int) -> int:
     """Write what is committed beyond step `held`; the newest step held then."""
     committed = rows.committed()
+    held = max(held, rows.base)
     missing = rows.after(held, committed) if committed > held else iter(())
     while batch := list(itertools.islice(missing, _BATCH_ROWS)):
         sink.write(batch)
@@ -36,19 +38,19 @@ def catch_up(sink: Sink, rows: Rows, held: int) -> int:
     return held
 
 
-def complete(target: Target, directory: str) -> tuple[int, int]:
+def complete(target: Target, directory: str, lineage: str = MAIN_LINEAGE) -> tuple[int, int]:
     """Bring a sink up to date from a run's folder, outside training: the steps it held, and those it holds now.
 
     Refused while the run lives, but for files, which have a lock of their own.
     """
     with naming(directory):
-        rows = Rows(DiskTier(directory))
-    alive = holder(directory) if target.kind not in (JSON_LINES, "tensorboard") else None
+        rows = Rows(DiskTier(directory), lineage)
+    alive = holder(directory, lineage) if target.kind not in (JSON_LINES, "tensorboard") else None
     if alive is not None:
         raise Refused(f"{directory}: process {alive.pid} keeps this run alive, which feeds its sinks itself: wait until it has ended")
     sink = make(target)
     try:
-        held = sink.open(RunInfo(rows.run_id, os.path.abspath(directory), rows.committed()))
+        held = sink.open(RunInfo(rows.run_id, os.path.abspath(directory), rows.committed(), lineage))
         now = catch_up(sink, rows, held)
     except BaseException:  # raised again: whatever it was, the sink must let go
         with contextlib.suppress(Exception):  # safe: the error before it is the one that matters
@@ -124,7 +126,7 @@ class Feed:
 
     def _feed(self) -> None:
         if self._rows is None:
-            rows = Rows(DiskTier(self._start.directory))
+            rows = Rows(DiskTier(self._start.directory), self._start.lineage)
             if rows.run_id != self._start.run_id:
                 raise SaveFailed("the run folder has been replaced by another run's")
             self._rows = rows

@@ -16,7 +16,7 @@ from unbroken.codec import metrics
 from unbroken.codec.metrics import Value
 from unbroken.core.errors import Damaged, Refused
 from unbroken.core.ports import Tier
-from unbroken.core.records import EventRecord, Generation, RootRecord, StepRecord
+from unbroken.core.records import MAIN_LINEAGE, EventRecord, Generation, RootRecord, StepRecord
 from unbroken.store import paths
 from unbroken.store.journal import JournalTail
 from unbroken.store.log import reach
@@ -36,9 +36,9 @@ class Row(Struct, frozen=True, kw_only=True):
 class Rows:
     """Reads a run's folder, alive or not. Not thread-safe: each sink's thread has its own."""
 
-    def __init__(self, tier: Tier) -> None:
+    def __init__(self, tier: Tier, lineage: str = MAIN_LINEAGE) -> None:
         self._tier = tier
-        self._repository = Repository.open(tier)
+        self._repository = Repository.open(tier, lineage)
         if "units" not in self._repository.facts.options:
             raise Refused("holds checkpoints of a Store, which has no steps to show: give the folder of a run")
         self._reader: _Reader | None = None
@@ -47,6 +47,12 @@ class Rows:
     def run_id(self) -> str:
         """Name of the run, the same in all its restarts."""
         return self._repository.facts.run_id
+
+    @property
+    def base(self) -> int:
+        """The step at which a branch has parted from what it stands on, whose rows are another lineage's; 0 for the run itself."""
+        generations = self._repository.log.state.generations
+        return generations[0].base_step if generations else 0
 
     def committed(self) -> int:
         """The newest committed step, 0 before there is one. Cost: the log entries since the last call."""

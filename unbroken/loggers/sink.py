@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Protocol
 
+from unbroken.codec.digest import text_digest
 from unbroken.core.ports import Clock
+from unbroken.core.records import MAIN_LINEAGE
 from unbroken.loggers.rows import Row
 
 
@@ -15,12 +18,31 @@ from unbroken.loggers.rows import Row
 class RunInfo:
     """The run that a sink is to show. `run_id` (32 hex digits) is the same in all its restarts; `directory` is absolute.
 
-    `step` is the newest step that counts now: what a sink holds beyond it was lost with a checkpoint and is computed again.
+    `step` is the newest step that counts now: what a sink holds beyond it was lost with a checkpoint and is computed again. A branch of a
+    run (`lineage`) is a run of its own for trackers, and shows the steps since it parted.
     """
 
     run_id: str
     directory: str
     step: int
+    lineage: str = MAIN_LINEAGE
+
+    @property
+    def tracker_id(self) -> str:
+        """What a tracker knows the run, or the branch, by: 32 hex digits."""
+        return self.run_id if self.lineage == MAIN_LINEAGE else text_digest(f"{self.run_id}/{self.lineage}")[:32]
+
+    @property
+    def title(self) -> str:
+        """What people know it by."""
+        name = os.path.basename(self.directory)
+        return name if self.lineage == MAIN_LINEAGE else f"{name}, {self.lineage}"
+
+    @property
+    def file(self) -> str:
+        """The default sink's file."""
+        name = "metrics.jsonl" if self.lineage == MAIN_LINEAGE else f"metrics.{self.lineage}.jsonl"
+        return os.path.join(self.directory, name)
 
 
 class Sink(Protocol):
@@ -35,10 +57,6 @@ class Sink(Protocol):
 
     def close(self) -> None:
         """Flush, let go. Also called after a failed `open` or `write`."""
-
-
-FILE_NAME = "metrics.jsonl"
-"""Name of the default sink's file in the run folder."""
 
 
 def wall_s(clock: Clock) -> float:

@@ -16,7 +16,7 @@ from typing import Any
 from unbroken.core.errors import Damaged, Refused
 from unbroken.core.os import try_lock
 from unbroken.loggers.rows import Row
-from unbroken.loggers.sink import FILE_NAME, RunInfo
+from unbroken.loggers.sink import RunInfo
 
 _BLOCK_BYTES = 1 << 16
 _MAX_LINE_BYTES = 1 << 20
@@ -30,7 +30,7 @@ class JsonLines:
         self._fd = -1
 
     def open(self, run: RunInfo) -> int:
-        path = self._path or os.path.join(run.directory, FILE_NAME)
+        path = self._path or run.file
         if self._path:
             os.makedirs(os.path.dirname(path), exist_ok=True)
         self._fd = _opened(path, follow=bool(self._path))

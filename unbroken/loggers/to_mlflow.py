@@ -6,7 +6,6 @@ written twice. In a folder (not on a server) a metric `a` and a metric `a/b` can
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 from mlflow.entities import Metric
@@ -58,9 +57,9 @@ class MLflow:
         name = environment("MLFLOW_EXPERIMENT_NAME", "Default")
         experiment = self._client.get_experiment_by_name(name)
         experiment_id = experiment.experiment_id if experiment is not None else self._client.create_experiment(name)
-        found = self._client.search_runs([experiment_id], filter_string=f"tags.`{_TAG}` = '{run.run_id}'", max_results=1)
+        found = self._client.search_runs([experiment_id], filter_string=f"tags.`{_TAG}` = '{run.tracker_id}'", max_results=1)
         if not found:
-            made = self._client.create_run(experiment_id, tags={_TAG: run.run_id}, run_name=os.path.basename(run.directory))
+            made = self._client.create_run(experiment_id, tags={_TAG: run.tracker_id}, run_name=run.title)
             return str(made.info.run_id)
         self._client.update_run(found[0].info.run_id, status="RUNNING")
         return str(found[0].info.run_id)

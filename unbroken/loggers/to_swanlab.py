@@ -34,12 +34,12 @@ class SwanLab:
     def open(self, run: RunInfo) -> int:
         folder = environment("SWANLAB_LOG_DIR") or os.path.join(run.directory, "swanlog")
         settings = swanlab.Settings(terminal=swanlab.Settings.Terminal(proxy_type="none"))
-        held = self._look(os.path.join(folder, f"run-*-{run.run_id}", "*.swanlab")) if settings.mode != "online" else 0
+        held = self._look(os.path.join(folder, f"run-*-{run.tracker_id}", "*.swanlab")) if settings.mode != "online" else 0
         self._run = swanlab.init(
             project=self._project,
-            id=run.run_id,
+            id=run.tracker_id,
             resume="allow",
-            name=os.path.basename(run.directory),
+            name=run.title,
             log_dir=folder,
             settings=settings,
         )

@@ -38,15 +38,15 @@ class Wandb:
             self._clock.sleep(0.05)
         self._run = wandb.init(
             project=self._project,
-            id=run.run_id,
+            id=run.tracker_id,
             resume="allow",
-            name=os.path.basename(run.directory),
+            name=run.title,
             dir=environment("WANDB_DIR") or run.directory,
             reinit="create_new",
             settings=wandb.Settings(console="off"),
         )
         if self._run.settings._offline:
-            return _held(os.path.join(os.path.dirname(self._run.settings.sync_dir), f"offline-run-*-{run.run_id}", "run-*.wandb"))
+            return _held(os.path.join(os.path.dirname(self._run.settings.sync_dir), f"offline-run-*-{run.tracker_id}", "run-*.wandb"))
         return max(0, int(self._run.starting_step) - 1)
 
     def write(self, rows: Sequence[Row]) -> None:

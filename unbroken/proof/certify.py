@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from unbroken.core.errors import Damaged
 from unbroken.core.ports import Tier
-from unbroken.core.records import CommitEntry, CondemnEntry, LogState
+from unbroken.core.records import BranchEntry, Change, CommitEntry, CondemnEntry, LogState
 from unbroken.proof.history import MAX_PROBLEMS, History, read_history
 from unbroken.proof.samples import expected_units
 from unbroken.store.repository import Repository
@@ -39,11 +39,21 @@ class Condemned(Struct, frozen=True, kw_only=True):
     reason: str
 
 
+class Branched(Struct, frozen=True, kw_only=True):
+    """Where a lineage was branched off, and every value that was changed there on purpose."""
+
+    lineage: str
+    parent: str
+    step: int
+    generation: int
+    changes: list[Change]
+
+
 class Certificate(Struct, frozen=True, kw_only=True):
     """What is proven. `problems` name the object each; `differences` are recorded facts that limit the claim.
 
-    `world_sizes` has one entry per generation; `steps_lost_total` counts steps that were applied and had to be done again; a field is
-    None where it was not, or could not be, checked.
+    `branches` are the branch points that `lineage` descends from, the oldest first. `world_sizes` has one entry per generation;
+    `steps_lost_total` counts steps that were applied and had to be done again; a field is None where it was not, or could not be, checked.
     """
 
     certified: bool
@@ -63,9 +73,11 @@ class Certificate(Struct, frozen=True, kw_only=True):
     num_checkpoints: int
     final_step: int
     final_root: str
+    lineage: str = "main"
+    branches: list[Branched] = []
 
 
-def certify(tier: Tier, lineage: str = "main", *, against: Tier | None = None) -> Certificate:
+def certify(tier: Tier, lineage: str = "main", *, against: Tier | None = None, against_lineage: str = "main") -> Certificate:
     """Check the run in `tier`, and compare it with the one in `against` if given. Reads every stored byte; needs ~10 MB per 10^6 steps.
 
     NoCheckpoint, ForeignFolder or NewerFormat if there is nothing to check; whatever is wrong inside a run becomes a problem.
@@ -76,7 +88,7 @@ def certify(tier: Tier, lineage: str = "main", *, against: Tier | None = None) -
     superseded_equal = _superseded_equal(history)
     losses_equal = root_equal = None
     if against is not None:
-        losses_equal, root_equal, found = _compare(history, repository, Repository.open(against))
+        losses_equal, root_equal, found = _compare(history, repository, Repository.open(against, against_lineage))
         problems += found
         if superseded_equal is False:
             problems.append("a superseded attempt has other loss bits than its replay: the computation is not deterministic")
@@ -100,6 +112,8 @@ def certify(tier: Tier, lineage: str = "main", *, against: Tier | None = None) -
         num_checkpoints=len(repository.visible()),
         final_step=history.final_step,
         final_root=history.final.state_root if history.final else "",
+        lineage=lineage,
+        branches=[_branched(one.lineage, one.branch) for one in history.chain() if one.branch is not None],
     )
 
 
@@ -183,6 +197,10 @@ def _superseded_equal(history: History) -> bool | None:
 def _fell_back(state: LogState) -> bool:
     """True if a damaged checkpoint was given up and a later generation went on from before it."""
     return any(g.number > c.generation and g.base_step < c.step for c in state.condemned for g in state.generations)
+
+
+def _branched(lineage: str, branch: BranchEntry) -> Branched:
+    return Branched(lineage=lineage, parent=branch.parent, step=branch.step, generation=branch.generation, changes=list(branch.changes))
 
 
 def _condemned(entry: CondemnEntry) -> Condemned:

@@ -3,19 +3,22 @@
 A step *survives* if the newest visible checkpoint descends from it: generation g answers for the steps after its base up to where its
 child continued, the newest generation for those up to the newest checkpoint. Steps beyond are *superseded* attempts: a replay follows.
 Memory: 8 bytes per step and one root per snapshot, so that a million steps need some ten megabytes.
+
+A lineage that was branched off begins with the history of its parent, as far as the checkpoint that it was branched from descends from it.
 """
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from unbroken.core.errors import Damaged
-from unbroken.core.records import BeginRecord, CommitEntry, Generation, JournalLine, RootRecord, StepRecord
+from unbroken.core.errors import Damaged, NoCheckpoint
+from unbroken.core.records import BeginRecord, BranchEntry, CommitEntry, Generation, JournalLine, RootRecord, StepRecord
 from unbroken.store import paths
 from unbroken.store.journal import first_chain, read_journal
-from unbroken.store.log import reach
+from unbroken.store.log import branch_of, reach
 from unbroken.store.repository import Repository
 
 Units = Callable[[int], Sequence[str]]
@@ -56,55 +59,109 @@ class Attempt:
 
 @dataclass
 class History:
-    """A whole run. `problems` name the object each; `samples_as_ordered` is None where the order could not be computed."""
+    """A whole run. `problems` name the object each; `samples_as_ordered` is None where the order could not be computed.
 
-    attempts: list[Attempt]
+    `own` are the generations of this lineage, `branch` says where it comes from, and `inherited` is the story up to there.
+    """
+
+    lineage: str
+    own: list[Attempt]
     final: CommitEntry | None
+    until: int = 0
+    branch: BranchEntry | None = None
+    inherited: History | None = None
     problems: list[str] = field(default_factory=list)
     samples_as_ordered: bool | None = None
 
     @property
     def final_step(self) -> int:
-        return self.final.step if self.final else 0
+        return self.final.step if self.final else self.until
+
+    @property
+    def attempts(self) -> list[Attempt]:
+        """All generations, those of the lineages that this one descends from first."""
+        return [*(self.inherited.attempts if self.inherited else ()), *self.own]
+
+    def chain(self) -> list[History]:
+        """The histories that make up this one, the oldest first."""
+        return [*(self.inherited.chain() if self.inherited else ()), self]
 
     def losses(self) -> array[int]:
         """Bits of the loss of the surviving steps 1, 2, ...; stops at the first that is missing."""
-        out = array("Q")
-        for attempt in self.attempts:
+        out = self.inherited.losses()[: self.inherited.until] if self.inherited else array("Q")
+        for attempt in self.own:
             if attempt.base == len(out) and attempt.end > attempt.base:
                 out.extend(attempt.losses[: attempt.end - attempt.base])
         return out
 
     def roots(self) -> dict[int, str]:
         """State roots of surviving steps, by step."""
-        known = {step: root for a in self.attempts for step, root in a.roots.items() if a.base < step <= a.end}
+        known = self.inherited.roots() if self.inherited else {}
+        known |= {step: root for a in self.own for step, root in a.roots.items() if a.base < step <= a.end}
         if self.final is not None:
             known[self.final.step] = self.final.state_root
         return known
 
 
-def read_history(repository: Repository, expected: Units | None) -> History:
-    """Read every generation's journal once, checking each line against the log, the clock and `expected`. A million steps: ~10 s."""
+def read_history(repository: Repository, expected: Units | None, at: tuple[int, int] | None = None) -> History:
+    """Read every generation's journal once, checking each line against the log, the clock and `expected`. A million steps: ~10 s.
+
+    `at`: only what a branch taken from (generation, step) descends from.
+    """
     state = repository.log.state
-    visible = repository.visible()
-    history = History(attempts=[], final=visible[-1] if visible else None)
-    reached = reach(state)
+    visible = repository.visible() if at is None else ()
+    reached = reach(state) if at is None else reach(state, *at)
+    branch = branch_of(state)
+    history = History(repository.lineage, [], visible[-1] if visible else None, until=at[1] if at else 0, branch=branch)
     history.samples_as_ordered = None if expected is None else True
+    if branch is not None:
+        _inherit(history, branch, repository, expected)
     for generation in state.generations:
+        if at is not None and generation.number not in reached:
+            continue
         end = min(reached.get(generation.number, 0), history.final_step)
+        stop = at[1] if at is not None and generation.number == at[0] else sys.maxsize
         attempt = Attempt(generation, max(end, generation.base_step))
-        commits = [commit for commit in state.commits if commit.generation == generation.number]
-        history.attempts.append(attempt)
-        _Reader(repository, attempt, commits, expected, history).read()
-    _check_bases(history, state.commits)
+        commits = [commit for commit in state.commits if commit.generation == generation.number and commit.step <= stop]
+        history.own.append(attempt)
+        _Reader(repository, attempt, commits, expected, history, stop=stop).read()
+    _check_bases(history)
     return history
+
+
+def _inherit(history: History, branch: BranchEntry, repository: Repository, expected: Units | None) -> None:
+    """Read what the lineage was branched from; what is wrong there is wrong here."""
+    try:
+        parent = Repository.open(repository.tier, branch.parent)
+    except (Damaged, NoCheckpoint) as error:
+        history.problems.append(f"lineage {branch.parent}, from which {repository.lineage} was branched: {error}")
+        return
+    inherited = read_history(parent, expected, (branch.generation, branch.step))
+    inherited.problems += [text for text in parent.log.damage if text not in inherited.problems]
+    history.inherited = inherited
+    history.problems += [f"lineage {parent.lineage}: {text}" for text in inherited.problems]
+    history.samples_as_ordered = inherited.samples_as_ordered
+    saved = inherited.roots().get(branch.step)
+    if saved != branch.state_root:
+        text = "is not the root saved there" if saved else "is compared with no root stored there"
+        history.problems.append(f"lineage {history.lineage}: the root that it was branched from at step {branch.step} {text}")
 
 
 class _Reader:
     """Reads one generation's journal into its attempt."""
 
-    def __init__(self, repository: Repository, attempt: Attempt, commits: Sequence[CommitEntry], expected: Units | None, history: History):
+    def __init__(
+        self,
+        repository: Repository,
+        attempt: Attempt,
+        commits: Sequence[CommitEntry],
+        expected: Units | None,
+        history: History,
+        *,
+        stop: int,
+    ):
         self._repository = repository
+        self._stop = stop
         self._attempt = attempt
         self._heads: dict[int, list[CommitEntry]] = {}
         for commit in commits:
@@ -159,6 +216,8 @@ class _Reader:
     def _take_step(self, number: int, record: StepRecord) -> None:
         attempt = self._attempt
         generation = attempt.generation
+        if record.step > self._stop:  # the parent's future, which a branch does not share
+            return
         if record.step != attempt.last + 1:
             self._problem(f"{self._path} line {number}: step {record.step} where {attempt.last + 1} must follow")
             return
@@ -200,10 +259,10 @@ class _Reader:
             self._history.problems.append(text)
 
 
-def _check_bases(history: History, commits: Sequence[CommitEntry]) -> None:
+def _check_bases(history: History) -> None:
     """State loaded == state saved: the root each generation found after loading is the one its ancestor stored at that step."""
-    by_number = {attempt.generation.number: attempt for attempt in history.attempts}
-    for attempt in history.attempts:
+    by_number = {attempt.generation.number: attempt for attempt in history.own}
+    for attempt in history.own:
         begin = attempt.begin
         if begin is None or attempt.generation.parent is None or begin.source == "fresh":
             continue

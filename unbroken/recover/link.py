@@ -13,6 +13,7 @@ from unbroken.core.errors import SaveWarning, StepLost
 from unbroken.core.limits import REPLY_TIMEOUT_S
 from unbroken.core.messages import Bye, Committed, Error, Failed, Hello, Leaving, Message, Refuse, Status, StatusReply, Verdict, Welcome
 from unbroken.core.ports import Clock
+from unbroken.core.records import MAIN_LINEAGE
 from unbroken.shm.channel import Channel, connect
 
 MAX_STEPS_NAMED = 64
@@ -54,9 +55,9 @@ class Link:
         self.lost: str | None = None
 
     @classmethod
-    def open(cls, directory: str, hello: Hello, clock: Clock, *, start: bool) -> Link:
-        """Connect to the daemon of this folder, starting it where `start`; raises what the daemon says against it."""
-        link = cls(connect(directory, start), clock)
+    def open(cls, directory: str, hello: Hello, clock: Clock, *, start: bool, lineage: str = MAIN_LINEAGE) -> Link:
+        """Connect to the daemon of this lineage of the folder, starting it where `start`; raises what the daemon says against it."""
+        link = cls(connect(directory, start, lineage), clock)
         link.ask(hello, Welcome)
         return link
 

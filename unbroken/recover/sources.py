@@ -9,7 +9,7 @@ from unbroken.codec.digest import digest, rank_root, state_root
 from unbroken.core.errors import Damaged, UnbrokenError
 from unbroken.core.messages import OldSlots, Plan, Slots
 from unbroken.core.ports import Buffer, Tier
-from unbroken.core.records import Piece
+from unbroken.core.records import MAIN_LINEAGE, Piece
 from unbroken.recover.link import Link
 from unbroken.shm.slots import Slot
 from unbroken.store.repository import Repository
@@ -65,32 +65,32 @@ def from_memory(link: Link, plan: Plan, rank: int) -> Loaded:
     return Loaded(pieces, own=mine is not None, slots=(slot,), digests=digests)
 
 
-def check_frozen(loaded: Loaded, tier: Tier, plan: Plan, rank: int) -> None:
+def check_frozen(loaded: Loaded, tier: Tier, plan: Plan, rank: int, lineage: str = MAIN_LINEAGE) -> None:
     """Damaged when pieces out of memory are not those that are on disk as the same snapshot; nothing to compare, nothing said."""
     if not plan.state_root:
         return
     name = f"memory slot of rank {rank}"
     if loaded.root != plan.state_root:
         raise Damaged(name, f"the state of step {plan.step} in it has root {loaded.root[:16]}, stored was {plan.state_root[:16]}")
-    stored = _stored_rank_root(tier, plan, rank) if loaded.own else ""
+    stored = _stored_rank_root(tier, plan, rank, lineage) if loaded.own else ""
     mine = rank_root((loaded.pieces[pointer][0], value) for pointer, value in loaded.digests.items())
     if stored and mine != stored:
         raise Damaged(name, f"what is the rank's own of step {plan.step} in it has root {mine[:16]}, stored was {stored[:16]}")
 
 
-def _stored_rank_root(tier: Tier, plan: Plan, rank: int) -> str:
+def _stored_rank_root(tier: Tier, plan: Plan, rank: int, lineage: str) -> str:
     """As the commit of this snapshot has it; "" if that cannot be read, which is no fault of the snapshot in memory."""
     with contextlib.suppress(UnbrokenError, OSError):
-        repository = Repository.open(tier)
+        repository = Repository.open(tier, lineage)
         for commit in repository.visible():
             if (commit.step, commit.generation) == (plan.step, plan.stored_generation):
                 return next((m.rank_roots[m.ranks.index(rank)] for m in repository.manifests(commit) if rank in m.ranks), "")
     return ""
 
 
-def from_disk(tier: Tier, plan: Plan, rank: int) -> Loaded:
+def from_disk(tier: Tier, plan: Plan, rank: int, lineage: str = MAIN_LINEAGE) -> Loaded:
     """Pieces out of the folder, each chunk and piece verified; raises Damaged naming the pack or manifest."""
-    repository = Repository.open(tier)
+    repository = Repository.open(tier, lineage)
     commit = next((c for c in repository.visible() if (c.step, c.generation) == (plan.step, plan.stored_generation)), None)
     if commit is None:
         raise Damaged("log", f"the commit of step {plan.step}, generation {plan.stored_generation}, is not visible")

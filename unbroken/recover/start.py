@@ -22,7 +22,7 @@ from unbroken.core import os as host
 from unbroken.core.errors import CheckFailed, Damaged, Refused
 from unbroken.core.messages import Bad, Begin, Hello, Opened, Plan
 from unbroken.core.ports import Clock, Tier, environment
-from unbroken.core.records import Piece
+from unbroken.core.records import MAIN_LINEAGE, Piece
 from unbroken.recover.link import Link
 from unbroken.recover.once import Once
 from unbroken.recover.sources import Loaded, check_frozen, from_disk, from_memory
@@ -72,6 +72,7 @@ class Start:
     clock: Clock
     resume: str
     options: dict[str, Any]
+    lineage: str = MAIN_LINEAGE
     counters: Counters = field(default_factory=Counters)
     differences: tuple[str, ...] = ()
     moments: dict[str, float] = field(default_factory=dict)
@@ -99,11 +100,11 @@ class Start:
         )
         link: Link | None = None
         if exchange.rank == 0:
-            link = together(exchange, lambda: Link.open(self.directory, hello, self.clock, start=True))
+            link = together(exchange, lambda: Link.open(self.directory, hello, self.clock, start=True, lineage=self.lineage))
             together(exchange, lambda: None)
         else:
             together(exchange, lambda: None)
-            link = together(exchange, lambda: Link.open(self.directory, hello, self.clock, start=False))
+            link = together(exchange, lambda: Link.open(self.directory, hello, self.clock, start=False, lineage=self.lineage))
         return link
 
     def plan(self, link: Link) -> Plan:
@@ -179,10 +180,10 @@ class Start:
         rank, loaded = self.exchange.rank, None
         try:
             if plan.source == "disk":
-                loaded = from_disk(self.tier, plan, rank)
+                loaded = from_disk(self.tier, plan, rank, self.lineage)
             else:
                 loaded = from_memory(link, plan, rank)
-                check_frozen(loaded, self.tier, plan, rank)
+                check_frozen(loaded, self.tier, plan, rank, self.lineage)
             return loaded, _Found(root=loaded.root)
         except Damaged as error:
             if loaded is not None:

@@ -24,6 +24,7 @@ from unbroken.core.limits import CONNECT_TIMEOUT_S, MAX_MESSAGE_BYTES, REPLY_TIM
 from unbroken.core.messages import Message, Welcome
 from unbroken.core.os import is_alive, peer_credentials, start_module, try_lock, wait_any
 from unbroken.core.ports import SystemClock, environment, whole_environment
+from unbroken.core.records import MAIN_LINEAGE
 
 MAX_DESCRIPTORS = 128
 """Descriptors beside one message; the kernel allows 253."""
@@ -64,15 +65,16 @@ def runtime_directory() -> str:
     return path
 
 
-def address(directory: str) -> str:
-    """Path of the socket of the daemon that serves this run folder (which need not exist)."""
-    name = text_digest(str(os.geteuid()), os.path.realpath(directory))[:24]
+def address(directory: str, lineage: str = MAIN_LINEAGE) -> str:
+    """Path of the socket of the daemon that serves this lineage of a run folder (which need not exist)."""
+    more = () if lineage == MAIN_LINEAGE else (lineage,)
+    name = text_digest(str(os.geteuid()), os.path.realpath(directory), *more)[:24]
     return os.path.join(runtime_directory(), f"{name}.sock")
 
 
-def log_path(directory: str) -> str:
+def log_path(directory: str, lineage: str = MAIN_LINEAGE) -> str:
     """Path of the daemon's log."""
-    return address(directory).removesuffix(".sock") + ".log"
+    return address(directory, lineage).removesuffix(".sock") + ".log"
 
 
 class Channel:
@@ -206,13 +208,13 @@ def accept(listener: socket.socket) -> Channel | None:
         channel.close()
 
 
-def connect(directory: str, start: bool) -> Channel:
-    """Reach the daemon of a run folder; with `start`, start one if none answers and wait up to CONNECT_TIMEOUT_S for it.
+def connect(directory: str, start: bool, lineage: str = MAIN_LINEAGE) -> Channel:
+    """Reach the daemon of a lineage of a run folder; with `start`, start one if none answers and wait up to CONNECT_TIMEOUT_S for it.
 
     The daemon has greeted us when this returns: the kernel also connects to one that is just dying.
     ConnectionError without a daemon: at once without `start`, else with the daemon's log path and its last lines.
     """
-    path = address(directory)
+    path = address(directory, lineage)
     channel = _dial(path)
     if channel is not None:
         return channel
@@ -224,14 +226,14 @@ def connect(directory: str, start: bool) -> Channel:
         with _only_starter(path) as mine:
             if mine:
                 num_starts += 1
-                channel = _dial(path) or _start(directory, path, deadline_s)
+                channel = _dial(path) or _start(directory, lineage, path, deadline_s)
             else:
                 _clock.sleep(RETRY_S)
                 channel = _dial(path)
     if channel is None:
         raise ConnectionRefusedError(
             f"the daemon of {directory} did not answer after {num_starts} starts within {CONNECT_TIMEOUT_S:.0f} s; "
-            f"its log is {log_path(directory)}:\n{_tail(directory)}"
+            f"its log is {log_path(directory, lineage)}:\n{_tail(log_path(directory, lineage))}"
         )
     return channel
 
@@ -265,13 +267,13 @@ def _only_starter(path: str) -> Iterator[bool]:
         os.close(fd)
 
 
-def _start(directory: str, path: str, deadline_s: float) -> Channel | None:
-    log = log_path(directory)
+def _start(directory: str, lineage: str, path: str, deadline_s: float) -> Channel | None:
+    log = log_path(directory, lineage)
     with contextlib.suppress(FileNotFoundError):
         if os.path.getsize(log) > MAX_LOG_BYTES:
             os.unlink(log)
     try:
-        pid = start_module(DAEMON_MODULE, [os.path.realpath(directory)], daemon_environment(), log)
+        pid = start_module(DAEMON_MODULE, [os.path.realpath(directory), lineage], daemon_environment(), log)
     except subprocess.SubprocessError as error:
         raise ConnectionRefusedError(f"the daemon of {directory} could not be started; its log would be {log}: {error}") from error
     while _clock.monotonic() < deadline_s:
@@ -295,9 +297,9 @@ def daemon_environment() -> dict[str, str]:
     return env
 
 
-def _tail(directory: str) -> str:
+def _tail(log: str) -> str:
     try:
-        raw = Path(log_path(directory)).read_bytes()
+        raw = Path(log).read_bytes()
     except OSError as error:
         return f"(no log: {error})"
     return raw[-LOG_TAIL_BYTES:].decode(errors="replace").strip() or "(it is empty)"

@@ -46,9 +46,9 @@ class Catalog:
         """The packs that a commit needs. Raises Damaged when one of its manifests is."""
         return {chunk.pack for chunk in self.chunks(commit)}
 
-    def index(self, state: LogState) -> dict[str, Known]:
-        """By id, the chunks of visible commits that lie whole in packs never condemned. Cost: one size call per pack."""
-        condemned = condemned_objects(state)
+    def index(self, state: LogState, elsewhere: Collection[str] = ()) -> dict[str, Known]:
+        """By id, the chunks of visible commits that lie whole in packs never condemned, here or `elsewhere`. One size call per pack."""
+        condemned = condemned_objects(state) | set(elsewhere)
         sizes: dict[str, int] = {}
         result: dict[str, Known] = {}
         for commit in visible(state):

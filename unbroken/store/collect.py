@@ -1,7 +1,7 @@
 """Retention and garbage collection, in the reverse of write order (I2): withdraw by a prune entry, then manifests, then packs.
 
-What may go is decided from the log and from names alone. An object goes only when no commit left in the log names it, no write of this
-process holds it, and either it belonged to a commit withdrawn here or its name says that an older generation wrote it.
+What may go is decided from the logs of all lineages and from names alone. An object goes only when no commit left in any log names it, no
+write of this process holds it, and either it belonged to a commit withdrawn here or its name says that an older generation wrote it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from unbroken.store import paths
 from unbroken.store.catalog import Catalog
 from unbroken.store.fence import check_collector
 from unbroken.store.holds import Holds
+from unbroken.store.lineages import OtherLineages
 from unbroken.store.log import Key, Log, key_of, reach, visible
 
 
@@ -37,16 +38,20 @@ def withdrawn(state: LogState, keep_newest: int, borrowed: set[Key], in_grace: s
 class Collector:
     """One collection by the process that opened generation `opened`."""
 
-    def __init__(self, tier: Tier, log: Log, catalog: Catalog, holds: Holds, opened: int) -> None:
+    def __init__(self, tier: Tier, log: Log, catalog: Catalog, others: OtherLineages, holds: Holds, *, opened: int) -> None:
         self._tier = tier
         self._log = log
         self._catalog = catalog
+        self._others = others
         self._holds = holds
         self._opened = opened
         self._named: set[str] = set()
 
     def run(self, keep_newest: int, in_grace: set[Key], *, writer: Writer, clock: Clock) -> list[str]:
-        """Withdraw and delete; the paths that went. Raises Fenced before anything is changed when a newer generation exists."""
+        """Withdraw and delete; the paths that went. Raises Fenced before anything is changed when a newer generation exists.
+
+        Raises Damaged or Transient, with nothing deleted, when it cannot be known what another lineage needs; a later collection goes on.
+        """
 
         def make(state: LogState) -> PruneEntry:
             check_collector(state, self._opened)
@@ -65,15 +70,17 @@ class Collector:
     def _delete(self) -> list[str]:
         state = self._log.state
         self._catalog.forget_others({key_of(c) for c in state.commits})
-        rubbish = self._named | self._holds.doomed
+        self._holds.doomed |= self._named
+        elsewhere = self._others.needed()  # after the withdrawal: a branch made meanwhile has seen it, or is seen here
+        rubbish = set(self._holds.doomed)
         older = {paths.origin(g.nonce) for g in state.generations if g.number < self._opened}
         held = self._holds.own()
-        needed = held | {ref.path for c in state.commits for ref in c.manifests}
+        needed = held | elsewhere | {ref.path for c in state.commits for ref in c.manifests}
         manifests = self._candidates(paths.MANIFESTS, rubbish, older) - needed
         gone = self._remove(sorted(manifests))
         failpoint("store.collect.after_manifests")
         try:
-            needed = held | self._needed_packs(state)
+            needed = held | elsewhere | self._needed_packs(state)
         except Damaged:  # safe: nothing is lost by keeping packs; the damaged commit is reported by whoever reads or verifies it
             return gone
         packs = self._candidates(paths.PACKS, rubbish, older) - needed

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from unbroken.core.errors import Fenced, Transient
 from unbroken.core.records import CommitEntry, LogState, Manifest
-from unbroken.store.log import Key, key_of, newest_number, reach, visible
+from unbroken.store.log import Key, branch_of, key_of, newest_number, reach, visible
 
 
 class Base(NamedTuple):
@@ -46,12 +46,17 @@ def check_borrowed(state: LogState, step: int, borrowed: set[Key]) -> None:
 def check_base(state: LogState, base: Base, basis: int, seen: tuple[CommitEntry, ...]) -> None:
     """May a generation be opened on this base, chosen when `seen` was visible? Raises Transient when the choice has to be made again."""
     newest, now = newest_number(state), visible(state)
-    if base.source == "disk":
+    if base.source == "branch":
+        branch = branch_of(state)
+        if branch is not None and not now and (base.step, base.root) == (branch.step, branch.state_root):
+            return
+        text = "this lineage has been begun meanwhile"
+    elif base.source == "disk":
         if (base.step, base.root) in {(c.step, c.state_root) for c in now}:
             return
         text = f"the checkpoint of step {base.step} is no longer visible"
     elif base.source not in ("fresh", "memory"):
-        raise ValueError(f"source {base.source!r}: one of 'fresh', 'memory', 'disk'")
+        raise ValueError(f"source {base.source!r}: one of 'fresh', 'memory', 'disk', 'branch'")
     elif newest != basis:
         text = f"generation {newest} was opened meanwhile"
     elif base.source == "fresh" and now != seen:

@@ -1,4 +1,4 @@
-"""The lease on a run folder: one live writer. The lock is the kernel's, on `writer.json`, and goes with the process however it ends.
+"""The lease on a lineage of a run folder: one live writer. The lock is the kernel's, on a `writer.json`, and goes with the process.
 
 What stands in the file is for people and for taking over. The lock file is never removed by us: a lock on a removed file is nobody's.
 """
@@ -15,7 +15,7 @@ import msgspec
 from unbroken.core.errors import Fenced, Refused
 from unbroken.core.os import boot_id, is_alive, try_lock, unlock
 from unbroken.core.records import Writer
-from unbroken.store.paths import WRITER
+from unbroken.store import paths
 
 _MAX_BYTES = 64 << 10
 _NOT_A_FILE = frozenset({errno.ELOOP, errno.EISDIR, errno.ENXIO})
@@ -34,15 +34,15 @@ class WriterLease:
         self._pid = os.getpid()
 
     @classmethod
-    def acquire(cls, root: str, writer: Writer) -> WriterLease:
-        """Become the writer of the run in `root`, which is made if missing. Never waits.
+    def acquire(cls, root: str, writer: Writer, lineage: str = paths.MAIN) -> WriterLease:
+        """Become the writer of a lineage of the run in `root`; both are made if missing. Never waits.
 
         A process takes over its own lease (a notebook cell run again). Raises Fenced naming the holder when another process has it, and
         when a process of another host left it, which cannot be asked whether it lives. Refused when `writer.json` is no regular file.
         """
+        path = os.path.join(os.path.realpath(root), *paths.writer(lineage).split("/"))
         with suppress(FileExistsError):  # another process made it first; a file of that name fails below
-            os.makedirs(root, exist_ok=True)
-        path = os.path.join(os.path.realpath(root), WRITER)
+            os.makedirs(os.path.dirname(path), exist_ok=True)
         earlier = _held.pop(path, None)
         is_own = earlier is not None and earlier.is_held
         if earlier is not None:
@@ -79,10 +79,10 @@ class WriterLease:
             del _held[self.path]
 
 
-def holder(root: str) -> Writer | None:
-    """The living process of this host that says it writes the run in `root`; only read, so it may have just come or gone."""
+def holder(root: str, lineage: str = paths.MAIN) -> Writer | None:
+    """The living process of this host that says it writes a lineage of the run in `root`; only read, so it may have just come or gone."""
     try:
-        fd = os.open(os.path.join(root, WRITER), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        fd = os.open(os.path.join(root, *paths.writer(lineage).split("/")), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return None
     try:

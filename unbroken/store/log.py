@@ -14,7 +14,7 @@ from unbroken.codec.digest import digest
 from unbroken.core.errors import Damaged, Transient
 from unbroken.core.limits import LOG_SUMMARY_EVERY
 from unbroken.core.ports import Clock, Tier, failpoint
-from unbroken.core.records import CommitEntry, CondemnEntry, Entry, Generation, GenerationEntry, LogEntry, LogState, Writer
+from unbroken.core.records import BranchEntry, CommitEntry, CondemnEntry, Entry, Generation, GenerationEntry, LogEntry, LogState, Writer
 from unbroken.store import paths
 from unbroken.store.sealed import read_bounded, seal, unseal
 
@@ -41,11 +41,18 @@ def newest_number(state: LogState) -> int:
     return -1 if newest is None else newest.number
 
 
-def reach(state: LogState) -> dict[int, int]:
-    """For each generation of the surviving lineage, the last step that counts: a child's base cuts off what its ancestors did later."""
+def branch_of(state: LogState) -> BranchEntry | None:
+    """Where this lineage comes from; None for one that no other begot."""
+    return state.branch if isinstance(state.branch, BranchEntry) else None
+
+
+def reach(state: LogState, newest: int | None = None, limit: int = sys.maxsize) -> dict[int, int]:
+    """For each generation of the surviving lineage, the last step that counts: a child's base cuts off what its ancestors did later.
+
+    With `newest` and `limit`, as it was when generation `newest` stood at step `limit`: what a branch taken there descends from.
+    """
     by_number = {g.number: g for g in state.generations}
-    current = newest_generation(state)
-    limit = sys.maxsize
+    current = newest_generation(state) if newest is None else by_number.get(newest)
     result: dict[int, int] = {}
     while current is not None and current.number not in result:
         result[current.number] = limit
@@ -75,7 +82,7 @@ def fold(state: LogState, line: LogEntry) -> LogState:
     """The state after one more entry. The lineage table that each entry carries makes up for lost generation entries."""
     entry = line.entry
     generations = {g.number: g for g in (*line.lineage, *state.generations)}
-    commits, condemned, pruned = state.commits, state.condemned, state.pruned
+    commits, condemned, pruned, branch = state.commits, state.condemned, state.pruned, state.branch
     if isinstance(entry, GenerationEntry):
         generations.setdefault(entry.generation.number, entry.generation)
     elif isinstance(entry, CommitEntry):
@@ -83,12 +90,14 @@ def fold(state: LogState, line: LogEntry) -> LogState:
         pruned = tuple(k for k in pruned if k != key_of(entry))
     elif isinstance(entry, CondemnEntry):
         condemned = (*condemned, entry)
+    elif isinstance(entry, BranchEntry):
+        branch = entry
     else:
         gone = set(entry.commits)
         commits = tuple(c for c in commits if key_of(c) not in gone)
         pruned = (*pruned, *entry.commits)[-_MAX_PRUNED:]
     table = tuple(generations[number] for number in sorted(generations))
-    return LogState(generations=table, commits=commits, condemned=condemned, pruned=pruned)
+    return LogState(generations=table, commits=commits, condemned=condemned, pruned=pruned, branch=branch)
 
 
 class Heads:

@@ -103,12 +103,12 @@ def commit_entry(
 
 def read_pieces(tier: Tier, manifest: Manifest, wanted: Iterable[StoredPiece]) -> Iterator[tuple[StoredPiece, bytes]]:
     """Pieces with their verified bytes, in the order of their chunks. Memory: three chunks and one piece."""
-    chunks = _Chunks(tier, manifest)
+    chunks = Chunks(tier, manifest)
     for stored in sorted(wanted, key=lambda s: s.extents[0].chunk if s.extents else -1):
         yield stored, _assemble(stored, chunks)
 
 
-class _Chunks:
+class Chunks:
     """The chunks of one manifest, verified; the last few are kept, since small pieces share them."""
 
     def __init__(self, tier: Tier, manifest: Manifest) -> None:
@@ -125,7 +125,7 @@ class _Chunks:
         return self._kept[number]
 
 
-def _assemble(stored: StoredPiece, chunks: _Chunks) -> bytes:
+def _assemble(stored: StoredPiece, chunks: Chunks) -> bytes:
     whole, leaves = BytesIO(), []
     for extent in stored.extents:
         data, of_chunk = chunks.get(extent.chunk)

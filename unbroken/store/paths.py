@@ -1,6 +1,7 @@
 """Where everything lies in a run folder. Relative, '/'-separated, and recognised by full patterns only: strays are never ours.
 
     run.json
+    writer.json, runs/<lineage>/writer.json                         who writes the main lineage, and another one
     runs/<lineage>/log/<n>.json                                     8 or more digits
     runs/<lineage>/journal/<generation>.jsonl                       8 digits
     manifests/<step>-<generation>-<nonce>-<node>.json               step in 12 digits
@@ -18,9 +19,12 @@ from typing import NamedTuple
 
 from unbroken.codec.digest import text_digest
 from unbroken.core.limits import MAX_POINTER_CHARS
+from unbroken.core.records import MAIN_LINEAGE
 
 RUN = "run.json"
 WRITER = "writer.json"
+RUNS = "runs"
+MAIN = MAIN_LINEAGE
 MANIFESTS = "manifests"
 PACKS = "packs"
 HANGS = "hangs"
@@ -42,11 +46,21 @@ class ManifestName(NamedTuple):
     origin: str
 
 
+def is_lineage(name: str) -> bool:
+    """Can this be the name of a lineage?"""
+    return isinstance(name, str) and _LINEAGE.fullmatch(name) is not None
+
+
 def check_lineage(name: str) -> str:
     """The name itself; ValueError when it cannot be a folder's name."""
-    if not _LINEAGE.fullmatch(name):
+    if not is_lineage(name):
         raise ValueError(f"lineage {name!r}: use letters, digits, '.', '_' and '-', at most 64, starting with a letter or digit")
     return name
+
+
+def writer(lineage: str) -> str:
+    """Who writes a lineage: each has one writer at a time, and they do not shut one another out."""
+    return WRITER if lineage == MAIN else f"{RUNS}/{check_lineage(lineage)}/{WRITER}"
 
 
 def log_folder(lineage: str) -> str:

@@ -10,11 +10,9 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
-from unbroken.codec.digest import digest
 from unbroken.core.errors import Damaged, Fenced, ForeignFolder, NoCheckpoint, Permanent, Transient
-from unbroken.core.ports import Clock, Nonces, SystemNonces, Tier, failpoint
+from unbroken.core.ports import Clock, Nonces, SystemNonces, Tier
 from unbroken.core.records import (
-    ChunkRef,
     CommitEntry,
     CondemnEntry,
     Generation,
@@ -28,16 +26,18 @@ from unbroken.core.records import (
 )
 from unbroken.store import paths
 from unbroken.store.audit import VerifyReport, verify
-from unbroken.store.catalog import Catalog, Known
+from unbroken.store.catalog import Catalog
 from unbroken.store.collect import Collector
 from unbroken.store.fence import Base, check_base, check_basis, check_borrowed, check_collector, check_writer
 from unbroken.store.holds import Hold, Holds
 from unbroken.store.journal import durable_head
-from unbroken.store.layout import Layout, Part
+from unbroken.store.layout import Part
+from unbroken.store.lineages import OtherLineages, require_lineage
 from unbroken.store.log import Key, Log, key_of, newest_generation, newest_number, visible
-from unbroken.store.manifests import check_cut, check_manifest, commit_entry, load_manifest, read_pieces, roots
-from unbroken.store.packs import Chunk, Origin, write_packs
+from unbroken.store.manifests import check_cut, commit_entry, load_manifest, read_pieces
+from unbroken.store.packs import Origin
 from unbroken.store.sealed import read_sealed, seal
+from unbroken.store.writing import Share, Writing
 
 __all__ = ["Part", "Repository", "VerifyReport"]
 
@@ -67,10 +67,11 @@ class Repository:
         self.facts = facts
         self.log = log
         self.lineage = log.lineage
-        self._nonces = nonces or SystemNonces()
         self._catalog = Catalog(tier)
         self._holds = Holds()
         self._lock = threading.RLock()
+        self._others = OtherLineages(tier, log.lineage)
+        self._writing = Writing(tier, nonces or SystemNonces(), self._holds, self._lock)
         self._opened: int | None = None
         self._basis = newest_number(log.state)
         self._out_of_grace: set[Key] = set()
@@ -104,13 +105,15 @@ class Repository:
 
     @classmethod
     def open(cls, tier: Tier, lineage: str = "main", nonces: Nonces | None = None) -> Repository:
-        """Read a run's facts and log. Raises NoCheckpoint when nothing is there, ForeignFolder, NewerFormat, Damaged."""
+        """Read a run's facts and the log of one lineage. NoCheckpoint when nothing is there, ForeignFolder, NewerFormat, Damaged."""
         try:
             facts, _ = read_sealed(tier, paths.RUN, "run", RunFacts)
         except FileNotFoundError:
             cls.exists(tier)
             raise NoCheckpoint("no run here: the folder is missing or empty") from None
-        return cls(tier, facts, Log.open(tier, lineage), nonces)
+        log = Log.open(tier, lineage)
+        require_lineage(log)
+        return cls(tier, facts, log, nonces)
 
     def refresh(self) -> None:
         """Read the log entries added since, and act from now on as one who knows the newest generation."""
@@ -154,40 +157,22 @@ class Repository:
         Chunks of visible commits are referenced, not written. Cost: one hash pass (6-8 GB/s) and the new bytes' sequential write; memory
         two chunks. After an error everything written here is removed again. Raises StoreError with the OS error as its cause.
         """
-        origin = self._origin(generation, nonce)
+        whose = Share(step, generation, nonce, node, world_size)
         with self._lock:
-            index = self._catalog.index(self.log.state)
+            index = self._catalog.index(self.log.state, self._others.condemned())
             hold = Hold(step, generation, borrowed={known.key for known in index.values()})
             self._holds.begin(hold)
-        written = None
-        try:
-            layout = Layout(logical, per_rank)
-            chunks = self._store_chunks(layout, index, hold, origin)
-            ranks = tuple(sorted(per_rank))
-            state_root, rank_roots = roots(layout.pieces, ranks)
-            manifest = Manifest(
-                step=step,
-                generation=generation,
-                nonce=nonce,
-                node=node,
-                world_size=world_size,
-                ranks=ranks,
-                state_root=state_root,
-                rank_roots=rank_roots,
-                chunks=chunks,
-                pieces=tuple(layout.pieces),
-            )
-            ref = self._store_manifest(manifest, hold, origin)
-            written = ref.path
-            return manifest, ref
-        except FileExistsError as e:
-            hold.own.clear()
-            raise Permanent(f"{e}: this name was used before, so the source of nonces repeats itself") from e
-        finally:
-            with self._lock:
-                self._holds.end(hold, written)
-            if written is None:
-                self._undo(hold)
+        return self._writing.write(whose, logical, per_rank, index=index, hold=hold, origin=self._origin(generation, nonce))
+
+    def derive(self, base: Manifest, changed: Sequence[Part], generation: Generation) -> tuple[Manifest, ManifestRef]:
+        """Store `base`, another lineage's, as a share of a checkpoint of ours with some logical pieces changed; not yet visible.
+
+        Its chunks are referenced: only the changed pieces are written. Whoever calls has seen to it that nobody deletes them.
+        """
+        hold = Hold(base.step, generation.number)
+        with self._lock:
+            self._holds.begin(hold)
+        return self._writing.derive(base, changed, generation, hold, self._origin(generation.number, generation.nonce))
 
     def commit(
         self,
@@ -230,7 +215,7 @@ class Repository:
     def open_generation(
         self, *, base_step: int, base_root: str, source: str, nonce: str, world_size: int, writer: Writer, clock: Clock
     ) -> Generation:
-        """Open the next generation on a base ("fresh", "memory", "disk"); from here on all older writers are fenced.
+        """Open the next generation on a base ("fresh", "memory", "disk", "branch"); from here on all older writers are fenced.
 
         The entry names the end of the journal before, as far as it is on disk: whoever holds lines of it in memory syncs them first.
         Raises Transient when the base cannot be built on any more: read `visible` again and choose anew.
@@ -243,9 +228,10 @@ class Repository:
                 basis, self._basis = self._basis, newest_number(state)
                 check_base(state, base, basis, seen)
                 newest = newest_generation(state)
+                has_parent = newest is not None and source not in ("fresh", "branch")
                 generation = Generation(
                     number=max(newest_number(state) + 1, lowest),
-                    parent=None if newest is None or source == "fresh" else newest.number,
+                    parent=newest.number if newest is not None and has_parent else None,
                     base_step=base_step,
                     nonce=nonce,
                     world_size=world_size,
@@ -279,52 +265,12 @@ class Repository:
             check_collector(self.log.state, self._opened)
             assert self._opened is not None
             in_grace = {key_of(c) for c in self.log.state.condemned} - self._out_of_grace
-            collector = Collector(self.tier, self.log, self._catalog, self._holds, self._opened)
+            collector = Collector(self.tier, self.log, self._catalog, self._others, self._holds, opened=self._opened)
             return collector.run(keep_newest, in_grace, writer=writer, clock=clock)
 
     def verify(self) -> VerifyReport:
         """Recompute every digest and root of everything that is not condemned from the stored bytes. Cost: reads it all once."""
         return verify(self.tier, self.lineage)
-
-    def _store_chunks(self, layout: Layout, index: dict[str, Known], hold: Hold, origin: Origin) -> tuple[ChunkRef, ...]:
-        refs: dict[int, ChunkRef] = {}
-        used: set[Key] = set()
-
-        def unknown() -> Iterator[Chunk]:
-            for chunk in layout:
-                known = index.get(chunk.id)
-                if known is None:
-                    yield chunk
-                else:
-                    refs[chunk.number] = known.ref
-                    used.add(known.key)
-
-        def new_path() -> str:
-            path = paths.pack(self._name(origin))
-            with self._lock:
-                hold.own.add(path)
-            return path
-
-        refs.update(write_packs(self.tier, unknown(), origin, new_path))
-        failpoint("store.write.after_packs")
-        with self._lock:
-            hold.borrowed = used
-        return tuple(refs[number] for number in range(layout.num_chunks))
-
-    def _store_manifest(self, manifest: Manifest, hold: Hold, origin: Origin) -> ManifestRef:
-        path = paths.manifest(manifest.step, manifest.generation, self._name(origin), manifest.node)
-        check_manifest(manifest, path)
-        raw = seal("manifest", manifest)
-        with self._lock:
-            hold.own.add(path)
-        self.tier.create(path, [raw])
-        failpoint("store.write.after_manifest")
-        return ManifestRef(path=path, digest=digest(raw), size_bytes=len(raw))
-
-    def _undo(self, hold: Hold) -> None:
-        for path in hold.own:
-            with suppress(Exception):  # safe: the write's own error is on its way up, and what stays is doomed
-                self.tier.delete(path)
 
     def _remember(self, commit: CommitEntry, manifests: Sequence[Manifest]) -> None:
         with self._lock:
@@ -335,9 +281,6 @@ class Repository:
         with self._lock:
             mine = next((g for g in self.log.state.generations if g.number == self._opened), None)
         return Origin(generation, paths.nonce_hex(nonce)) if mine is None else Origin(mine.number, paths.nonce_hex(mine.nonce))
-
-    def _name(self, origin: Origin) -> str:
-        return paths.origin(origin.nonce) + self._nonces.nonce()[:16]
 
     def _first_unused_generation(self) -> int:
         """Above every journal's number too: the entry of a generation at the head of the log may have been lost."""

@@ -72,7 +72,8 @@ def test_ls_for_people_names_every_step(run: Path) -> None:
     steps = [str(one["step"]) for one in json_of("ls", run)]
     lines = unbroken("ls", run).stdout.splitlines()
     assert lines[0].split() == ["step", "generation", "size", "created", "kind", "root"]
-    assert [line.split()[0] for line in lines[1:]] == steps
+    assert [line.split()[0] for line in lines[1:-1]] == steps
+    assert lines[-1].endswith("on disk in all")
 
 
 def test_verify_json_has_the_fixed_fields(run: Path) -> None:
@@ -271,3 +272,30 @@ def test_reading_commands_load_no_torch(run: Path, command: str) -> None:
     )
     done = subprocess.run([sys.executable, "-c", script, command, str(run)], capture_output=True, text=True, timeout=60, check=True)
     assert done.stderr == "False\n"
+
+
+def test_diff_of_equal_runs_is_exit_0_and_of_different_ones_exit_1(run: Path, reference: Path) -> None:
+    equal = json_of("diff", run, reference)
+    assert set(equal) == {"equal", "state_equal", "steps", "roots", "differences", "journal"}
+    assert (equal["equal"], equal["steps"], equal["journal"]["steps"]) == (True, [12, 12], 12)
+    different = json_of("diff", f"{run}@9", f"{reference}@12", code=1)
+    assert [(one["name"], one["what"]) for one in different["differences"] if one["counts"]] == [("/model/w", "value"), ("/step", "value")]
+    assert [(one["name"], one["rank"], one["counts"]) for one in equal["differences"]] == [("/random/torch", 2, False)]  # 2 and 3 ranks
+    lines = unbroken("diff", f"{run}@9", f"{reference}@main:12", code=1).stdout.splitlines()
+    assert lines[0] == "step 9 and step 12: state roots differ"
+    assert "losses: equal in all 9 steps that both hold" in lines
+    assert lines[-1] == "different: 2 variables"
+    assert unbroken("diff", run, reference).stdout.splitlines()[-1] == "equal"
+
+
+def test_diff_without_a_checkpoint_is_exit_3_and_without_a_place_exit_2(run: Path) -> None:
+    assert json_of("diff", f"{run}@10", run, code=3)["error"]["kind"] == "NoCheckpoint"
+    assert json_of("diff", f"{run}@a/b", run, code=2)["error"]["kind"] == "ValueError"
+
+
+def test_export_says_what_is_where(run: Path, tmp_path: Path) -> None:
+    made = json_of("export", run, "--to", tmp_path / "out")
+    assert (made["step"], made["path"], made["files"]) == (12, str(tmp_path / "out"), ["model.safetensors", "state.json"])
+    assert json_of("export", run, "--to", tmp_path / "out", code=4)["error"]["kind"] == "Refused"
+    assert json_of("export", run, "--to", tmp_path / "o2", "--format", "npz", code=2)["error"]["kind"] == "ValueError"
+    assert "step 9 is in" in unbroken("export", run, "--step", "9", "--to", tmp_path / "x.pt", "--format", "torch").stdout

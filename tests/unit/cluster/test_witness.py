@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from unbroken.cluster.witness import ANSWER_TIMEOUT_S, MAX_LAUNCH_FILE_BYTES, Progress, Witness, last_directory
+from unbroken.cluster.witness import ANSWER_TIMEOUT_S, MAX_LAUNCH_FILE_BYTES, Progress, Witness, last_told
 from unbroken.core.messages import Committed, Error, Hello, Message, Note, Status, StatusReply, Welcome
 from unbroken.core.os import wait_any
 from unbroken.shm.channel import Channel, accept, address, listen
@@ -185,4 +185,4 @@ def test_facts_that_are_missing_or_strange_are_not_known(serve: Serve, witness: 
 def test_B39_the_launch_file_may_be_torn_or_foreign(tmp_path: Path, content: bytes, found: str | None) -> None:
     path = tmp_path / "launch.jsonl"
     path.write_bytes(content)
-    assert last_directory(str(path)) == found
+    assert last_told(str(path)) == (None if found is None else (found, "main"))

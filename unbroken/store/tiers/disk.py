@@ -6,6 +6,7 @@ Cost of `create` beyond the bytes: one file fsync, one folder fsync (2-10 ms on 
 
 from __future__ import annotations
 
+import builtins
 import errno
 import os
 import re
@@ -122,6 +123,14 @@ class DiskTier:
             start = self._locate(prefix) if prefix else self.root
             found = [path for path in _files(start) if not _is_temporary(path)]
             return sorted(os.path.relpath(path, self.root).replace(os.sep, "/") for path in found)
+
+    def folders(self, prefix: str) -> builtins.list[str]:
+        with _explained(prefix):
+            try:
+                with os.scandir(self._locate(prefix)) as entries:
+                    return sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
+            except (FileNotFoundError, NotADirectoryError):
+                return []
 
     def delete(self, path: str) -> None:
         failpoint("store.delete")

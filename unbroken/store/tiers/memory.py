@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import threading
 from collections.abc import Iterable
 
@@ -54,6 +55,11 @@ class MemoryTier:
         start = f"{prefix}/" if prefix else ""
         with self._lock:
             return sorted(path for path in self._objects if path.startswith(start))
+
+    def folders(self, prefix: str) -> builtins.list[str]:
+        self._check(prefix)
+        found = (path.removeprefix(f"{prefix}/") for path in self.list(prefix))
+        return sorted({rest.partition("/")[0] for rest in found if "/" in rest})
 
     def delete(self, path: str) -> None:
         self._check(path)

@@ -1,0 +1,157 @@
+"""Writing one node's share of a checkpoint: what the store lacks into packs, then the manifest. Visible it becomes by a commit only."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import NamedTuple
+
+import msgspec
+
+from unbroken.codec.digest import digest
+from unbroken.core.errors import Permanent
+from unbroken.core.ports import Nonces, Tier, failpoint
+from unbroken.core.records import ChunkRef, Extent, Generation, Manifest, ManifestRef, StoredPiece
+from unbroken.store import paths
+from unbroken.store.catalog import Known
+from unbroken.store.holds import Hold, Holds
+from unbroken.store.layout import Layout, Part
+from unbroken.store.log import Key
+from unbroken.store.manifests import check_manifest, roots
+from unbroken.store.packs import Chunk, Origin, write_packs
+from unbroken.store.sealed import seal
+
+
+class Share(NamedTuple):
+    """Which part of which checkpoint is written."""
+
+    step: int
+    generation: int
+    nonce: str
+    node: int
+    world_size: int
+
+
+class Writing:
+    """The writing half of a repository. Each call ends the hold that it is given, which the repository has begun."""
+
+    def __init__(self, tier: Tier, nonces: Nonces, holds: Holds, lock: threading.RLock) -> None:
+        self._tier = tier
+        self._nonces = nonces
+        self._holds = holds
+        self._lock = lock
+
+    def write(
+        self,
+        whose: Share,
+        logical: Sequence[Part],
+        per_rank: Mapping[int, Sequence[Part]],
+        *,
+        index: Mapping[str, Known],
+        hold: Hold,
+        origin: Origin,
+    ) -> tuple[Manifest, ManifestRef]:
+        """Parts of which `index` knows chunks already are referenced there."""
+
+        def make() -> Manifest:
+            layout = Layout(logical, per_rank)
+            chunks = self._store_chunks(layout, index, hold, origin)
+            return _manifest(whose, tuple(sorted(per_rank)), chunks, layout.pieces)
+
+        return self._keep(make, hold, origin)
+
+    def derive(
+        self, base: Manifest, changed: Sequence[Part], generation: Generation, hold: Hold, origin: Origin
+    ) -> tuple[Manifest, ManifestRef]:
+        """The share that `base` is, under another generation, with the `changed` logical pieces in place of its own."""
+
+        def make() -> Manifest:
+            layout = Layout(changed, {})
+            new = self._store_chunks(layout, {}, hold, origin)
+            replaced = {stored.piece.pointer: _moved(stored, len(base.chunks)) for stored in layout.pieces}
+            pieces = [replaced.get(s.piece.pointer, s) if s.rank is None else s for s in base.pieces]
+            whose = Share(base.step, generation.number, generation.nonce, base.node, base.world_size)
+            return _manifest(whose, base.ranks, (*base.chunks, *new), pieces)
+
+        return self._keep(make, hold, origin)
+
+    def _keep(self, make: Callable[[], Manifest], hold: Hold, origin: Origin) -> tuple[Manifest, ManifestRef]:
+        written = None
+        try:
+            manifest = make()
+            ref = self._store_manifest(manifest, hold, origin)
+            written = ref.path
+            return manifest, ref
+        except FileExistsError as e:
+            hold.own.clear()
+            raise Permanent(f"{e}: this name was used before, so the source of nonces repeats itself") from e
+        finally:
+            with self._lock:
+                self._holds.end(hold, written)
+            if written is None:
+                self._undo(hold)
+
+    def _store_chunks(self, layout: Layout, index: Mapping[str, Known], hold: Hold, origin: Origin) -> tuple[ChunkRef, ...]:
+        refs: dict[int, ChunkRef] = {}
+        used: set[Key] = set()
+
+        def unknown() -> Iterator[Chunk]:
+            for chunk in layout:
+                known = index.get(chunk.id)
+                if known is None:
+                    yield chunk
+                else:
+                    refs[chunk.number] = known.ref
+                    used.add(known.key)
+
+        def new_path() -> str:
+            path = paths.pack(self._name(origin))
+            with self._lock:
+                hold.own.add(path)
+            return path
+
+        refs.update(write_packs(self._tier, unknown(), origin, new_path))
+        failpoint("store.write.after_packs")
+        with self._lock:
+            hold.borrowed = used
+        return tuple(refs[number] for number in range(layout.num_chunks))
+
+    def _store_manifest(self, manifest: Manifest, hold: Hold, origin: Origin) -> ManifestRef:
+        path = paths.manifest(manifest.step, manifest.generation, self._name(origin), manifest.node)
+        check_manifest(manifest, path)
+        raw = seal("manifest", manifest)
+        with self._lock:
+            hold.own.add(path)
+        self._tier.create(path, [raw])
+        failpoint("store.write.after_manifest")
+        return ManifestRef(path=path, digest=digest(raw), size_bytes=len(raw))
+
+    def _undo(self, hold: Hold) -> None:
+        for path in hold.own:
+            with suppress(Exception):  # safe: the write's own error is on its way up, and what stays is doomed
+                self._tier.delete(path)
+
+    def _name(self, origin: Origin) -> str:
+        return paths.origin(origin.nonce) + self._nonces.nonce()[:16]
+
+
+def _manifest(whose: Share, ranks: tuple[int, ...], chunks: tuple[ChunkRef, ...], pieces: Sequence[StoredPiece]) -> Manifest:
+    state_root, rank_roots = roots(pieces, ranks)
+    return Manifest(
+        step=whose.step,
+        generation=whose.generation,
+        nonce=whose.nonce,
+        node=whose.node,
+        world_size=whose.world_size,
+        ranks=ranks,
+        state_root=state_root,
+        rank_roots=rank_roots,
+        chunks=chunks,
+        pieces=tuple(pieces),
+    )
+
+
+def _moved(stored: StoredPiece, by: int) -> StoredPiece:
+    """The same piece where its chunks have numbers that are greater by `by`."""
+    return msgspec.structs.replace(stored, extents=tuple(Extent(e.chunk + by, e.offset, e.length) for e in stored.extents))
