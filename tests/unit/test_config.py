@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from unbroken.config import Interval, Options, RunConfig, parse_interval, resolve
 from unbroken.core.limits import KEEP_NEWEST
+from unbroken.loggers.choose import Target
 
 
 @pytest.mark.parametrize(
@@ -72,9 +73,17 @@ def test_defaults() -> None:
 
 
 def test_every_option_is_taken_over() -> None:
-    options: Options = {"total_steps": 5, "units": 4, "seed": 2**64 - 1, "threads": 2, "keep": 7, "reduce": "ring"}
+    options: Options = {"total_steps": 5, "units": 4, "seed": 2**64 - 1, "threads": 2, "keep": 7, "reduce": "ring", "log_to": "wandb:x"}
     expected = RunConfig(
-        interval=Interval(steps=3), resume="must", reduce="ring", total_steps=5, units=4, seed=2**64 - 1, threads=2, keep=7
+        interval=Interval(steps=3),
+        resume="must",
+        reduce="ring",
+        total_steps=5,
+        units=4,
+        seed=2**64 - 1,
+        threads=2,
+        keep=7,
+        log_to=(Target("wandb", "x"),),
     )
     assert resolve("3 steps", "must", options) == expected
     assert resolve("1s", "auto", {"hang_timeout": "10 min"}).hang_timeout == 600.0

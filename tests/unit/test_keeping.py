@@ -50,7 +50,7 @@ class Half:
         self.counters = Counters(step=step)
         stack = stack_of(nn.Linear(2, 2), held=self.extras)
         data = as_source(Batches(TensorDataset(torch.zeros(8, 2)), global_batch=8))
-        self.opening = Opening("run", resolve(interval, "auto", {}), stack, data, CPU, SystemClock(), {"align": 1.0})
+        self.opening = Opening("run", resolve(interval, "auto", {"log_to": None}), stack, data, CPU, SystemClock(), {"align": 1.0})
         self.opening._sheet = self.opening._fact_sheet(Plan(generation=2, step=step, source=source))  # type: ignore[arg-type]
         self.opening.exchange, self.opening.link = Exchange(CPU), self.daemon.link
         self.plan = Plan(generation=2, step=step, source=source)  # type: ignore[arg-type]
