@@ -137,6 +137,16 @@ def test_a_final_exit_code_is_kept_and_not_tried_again(tmp_path: Path, code: int
         assert len(job.marks()) <= 2
 
 
+def test_the_whole_error_with_its_remedy_is_shown_at_the_end(tmp_path: Path) -> None:
+    script = "import unbroken; raise unbroken.LayoutMismatch('other facts:\\n  units: born with 4, now 8\\nGive them as they were')"
+    with launched(tmp_path, script, "--redirects", "3") as job:
+        assert job.wait() == 4
+        *_, remedy, last = job.stderr.splitlines()
+        assert remedy == "Give them as they were"
+        assert "LayoutMismatch: other facts:; starting again cannot change that (logs: " in last
+        assert job.outcome()["failures"][0]["message"].endswith("now 8\nGive them as they were")
+
+
 def test_a_program_that_cannot_start_is_not_tried_a_hundred_times(tmp_path: Path) -> None:
     with launched(tmp_path, "raise RuntimeError(f'no file {os.getpid()}')") as job:
         assert job.wait() == 5
