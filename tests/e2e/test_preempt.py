@@ -94,7 +94,7 @@ AIMED = [
     Strike(stage, to, loaders=loaders, sig=sig, twice=twice, own_handler=own, lose="1 steps" if stage == "save" else "1000 steps")
     for stage in STAGES
     for num, to in enumerate(("all", "groups", "one", "launcher"))
-    for own in ["before" if stage in BEFORE_RUN and to in ("all", "launcher") else "after"]
+    for own in ["before" if (stage in BEFORE_RUN) == (to in ("all", "launcher")) and stage in (*BEFORE_RUN, "warm-up") else "after"]
     for loaders, sig, twice, own in [((0, "SIGTERM", False, ""), (2, "SIGUSR1", True, ""))[num % 2], (2, "SIGTERM", num % 2 == 0, own)]
 ]
 TWENTY = [
