@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from unbroken.capture.tree import Item
+from unbroken.cluster.preempt import EVALUATION_S
 from unbroken.config import Interval
 from unbroken.core.errors import SaveFailed, SaveWarning, StepLost, UnbrokenError
 from unbroken.core.limits import DRAIN_TIMEOUT_S, MAX_ATTEMPTS, SLOT_WAIT_S
@@ -48,6 +49,22 @@ class Pace:
         return self._interval.due(step, now_s + 2 * self._step_s - saved_s, self._step_s)
 
 
+class LongEvaluations:
+    """When the next is to be expected. A request to stop may end the process inside it: a snapshot before it makes that one lost step."""
+
+    def __init__(self) -> None:
+        self._before: list[int] = []
+
+    def took(self, seconds: float, boundary: int) -> None:
+        """One is over; `boundary` is the step whose boundary came last before it. Short ones are never cut."""
+        if seconds >= EVALUATION_S and boundary not in self._before:
+            self._before = [*self._before[-1:], boundary]
+
+    def expected_after(self, boundary: int) -> bool:
+        """Will one come right after this boundary, if the distance between the last two is a habit?"""
+        return len(self._before) == 2 and boundary == 2 * self._before[1] - self._before[0]
+
+
 class Keeping:
     """The saving half of a Run; all ranks call the same things at the same boundaries.
 
@@ -64,6 +81,7 @@ class Keeping:
         self._journal = JournalClient(opening.link, plan, self._rank, world_size)
         self._snapshots = Snapshots(opening.link, clock, self._rank, world_size, plan.generation)
         self._reporting = Reporting(opening, plan, self._rank)
+        self._evaluations = LongEvaluations()
         self._wanted: tuple[bool, bool] | None = None
         self._saved_step = -1 if plan.source == "fresh" else plan.step
         self._unconfirmed = (plan.step, False) if plan.source == "memory" else None  # the newest snapshot: (step, milestone)
@@ -96,8 +114,13 @@ class Keeping:
 
     def flags(self, stop: bool) -> Flags:
         """What this rank says with the coming step. Rank 0 decides about snapshots one step ahead, so that it travels along."""
-        due = self._rank == 0 and self._snapshots.has_room() and self._pace.due_after(self._counters.step + 2)
-        return Flags(stop, due, self._opening.link.lost is not None)
+        boundary = self._counters.step + 2
+        due = self._pace.due_after(boundary) or self._evaluations.expected_after(boundary)
+        return Flags(stop, self._rank == 0 and self._snapshots.has_room() and due, self._opening.link.lost is not None)
+
+    def evaluated(self, seconds: float, *, is_boundary_open: bool) -> None:
+        """An evaluation is over."""
+        self._evaluations.took(seconds, self._counters.step - is_boundary_open)
 
     def stepped(self, attempt: int, applied: Applied, now_s: float) -> None:
         """A step has been applied by all."""

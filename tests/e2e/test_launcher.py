@@ -50,7 +50,8 @@ def test_B36_a_always_failing_uses_the_budget_and_names_code_and_logs(tmp_path: 
         last = job.stderr.splitlines()[-1]
         assert "3 restarts in" in last and "exit code 7" in last
         assert f"(logs: {outcome['log_dir']})" in last
-        failures = json.loads((Path(outcome["log_dir"]) / "failures.json").read_bytes())
+        (found,) = Path(outcome["log_dir"]).rglob("failures.json")
+        failures = json.loads(found.read_bytes())
         assert [failure["codes"] for failure in failures] == [[[0, 7]]] * 4
         assert bool(list(Path(outcome["log_dir"]).rglob("stdout.log"))) is (redirects == "3")
 
@@ -135,6 +136,16 @@ def test_a_final_exit_code_is_kept_and_not_tried_again(tmp_path: Path, code: int
         assert job.wait() == code
         assert job.outcome()["restarts"] == 0
         assert len(job.marks()) <= 2
+
+
+def test_the_whole_error_with_its_remedy_is_shown_at_the_end(tmp_path: Path) -> None:
+    script = "import unbroken; raise unbroken.LayoutMismatch('other facts:\\n  units: born with 4, now 8\\nGive them as they were')"
+    with launched(tmp_path, script, "--redirects", "3") as job:
+        assert job.wait() == 4
+        *_, remedy, last = job.stderr.splitlines()
+        assert remedy == "Give them as they were"
+        assert "LayoutMismatch: other facts:; starting again cannot change that (logs: " in last
+        assert job.outcome()["failures"][0]["message"].endswith("now 8\nGive them as they were")
 
 
 def test_a_program_that_cannot_start_is_not_tried_a_hundred_times(tmp_path: Path) -> None:
@@ -318,6 +329,17 @@ if len({tuple(m["store"]) for m in marks("met")}) == 1:
         finally:
             b.kill()
         assert len({tuple(mark["store"]) for mark in a.marks("met")}) == 2
+
+
+def test_B34_a_launcher_that_waits_for_its_fork_server_ends_when_it_is_told_to(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(f"import time\nopen({str(tmp_path / 'warming')!r}, 'w').close()\ntime.sleep(600)\n")
+    env = {"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    with launched(tmp_path, "", "--preload", "slow", env=env) as job:
+        wait_until((tmp_path / "warming").exists, "the server's import")
+        job.signal(signal.SIGTERM)
+        assert job.wait(20) == 128 + signal.SIGTERM
+        assert "SIGTERM came while no worker ran yet" in job.stderr
+        assert not job.marks()
 
 
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])

@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 
 from tests.rigs.daemon_end import DaemonEnd, HandClock, Said
 from tests.rigs.step_rank import CPU, stack_of
+from unbroken.cluster.preempt import EVALUATION_S
 from unbroken.config import Interval, resolve
 from unbroken.core.errors import SaveFailed, SaveWarning, StepLost, UnbrokenError
 from unbroken.core.limits import MAX_ATTEMPTS
@@ -21,7 +22,7 @@ from unbroken.core.messages import Committed, Failed, Journal, Message, Plan, Re
 from unbroken.core.ports import SystemClock, position
 from unbroken.core.records import EventRecord, StepRecord
 from unbroken.data.loader import Batches, as_source
-from unbroken.keeping import Keeping, Pace
+from unbroken.keeping import Keeping, LongEvaluations, Pace
 from unbroken.opening import Opening
 from unbroken.recover.start import Counters
 from unbroken.step.exchange import Exchange
@@ -127,6 +128,29 @@ def test_steps_longer_than_the_interval_are_all_saved() -> None:
     clock = HandClock()
     taken = snapshots(clock, Pace(Interval(seconds=1), clock, 0), 30.0, range(1, 20))
     assert taken == list(range(taken[0], 20)) and taken[0] <= 3
+
+
+def test_B34_the_boundary_before_a_long_evaluation_is_kept_once_there_is_a_habit() -> None:
+    habit = LongEvaluations()
+    for step in (99, 99, 199):
+        assert not any(habit.expected_after(boundary) for boundary in range(400))
+        habit.took(EVALUATION_S, step)
+    assert [boundary for boundary in range(1000) if habit.expected_after(boundary)] == [299]
+    habit.took(EVALUATION_S, 299)
+    assert [boundary for boundary in range(1000) if habit.expected_after(boundary)] == [399]
+    habit.took(EVALUATION_S - 0.1, 350)
+    assert habit.expected_after(399), "short ones are never cut"
+
+
+def test_B34_with_two_long_evaluations_ten_steps_apart_the_next_one_finds_a_snapshot(half: Callable[..., Half]) -> None:
+    one = half(interval="1000 steps")
+    asked = []
+    for step in range(1, 40):
+        asked.append((step + 1, one.keeping.flags(False).snapshot_next))  # said with this step, for the boundary after it
+        one.step()
+        if step % 10 == 0:
+            one.keeping.evaluated(EVALUATION_S, is_boundary_open=True)
+    assert [boundary for boundary, is_due in asked if is_due] == [29, 39]
 
 
 def test_one_long_step_is_remembered_for_a_while_and_then_forgotten() -> None:

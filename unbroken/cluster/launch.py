@@ -141,6 +141,8 @@ def parse(argv: Sequence[str], scratch: str) -> Command:
             made.error(f"--nproc-per-node: MIN:MAX needs 1 <= MIN <= MAX, not {least}:{args.nproc_per_node}")
         if local_world_size > 1:
             os.environ.setdefault("OMP_NUM_THREADS", "1")
+        if least is not None and parse_min_max_nnodes(args.nnodes)[1] > 1:
+            made.error("--nproc-per-node: MIN:MAX works on one node")
         named(end_signals)
         config, _, _ = config_from_args(args)
     except (ValueError, AssertionError, RuntimeError) as error:
@@ -188,7 +190,7 @@ def launch(argv: Sequence[str], say: Callable[[str], None]) -> tuple[Outcome, bo
         outcome = _run(command, os.path.join(scratch, "launch.jsonl"), say)
         failed = outcome.exit_code != 0 and bool(outcome.failures)
         if failed:
-            _write_failures(outcome, command.log_dir or os.path.join(scratch, "logs"), say)
+            _write_failures(outcome, os.path.join(command.log_dir or os.path.join(scratch, "logs"), command.config.run_id), say)
         keep = command.log_dir is None and failed
         log_dir = command.log_dir or (os.path.join(scratch, "logs") if keep else None)
         return structs.replace(outcome, log_dir=log_dir), command.wants_json
@@ -317,11 +319,11 @@ def _worker_spec(config: LaunchConfig, program: tuple[str, ...]) -> WorkerSpec:
     )
 
 
-def _write_failures(outcome: Outcome, log_dir: str, say: Callable[[str], None]) -> None:
-    """Leave all failures beside the logs. A full disk must not hide them: they are printed as well."""
+def _write_failures(outcome: Outcome, folder: str, say: Callable[[str], None]) -> None:
+    """Leave all failures beside the logs of this launch. A full disk must not hide them: they are printed as well."""
     try:
-        os.makedirs(log_dir, exist_ok=True)
-        with open(os.path.join(log_dir, FAILURES_FILE), "wb") as file:
+        os.makedirs(folder, exist_ok=True)
+        with open(os.path.join(folder, FAILURES_FILE), "wb") as file:
             file.write(msgspec.json.format(msgspec.json.encode(outcome.failures)))
     except OSError as error:
         say(f"could not write {FAILURES_FILE}: {error}")

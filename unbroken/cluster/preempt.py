@@ -58,18 +58,23 @@ class StopRequest:
         self._listening = True
         for number in stop_signals():
             self._previous[number] = signal.signal(number, self._arrive)
-        if not self.requested and os.path.exists(environment("UNBROKEN_STOP_FILE")):
-            self._note(signal.SIGTERM)  # it came to the launcher, and then to a handler of the script's, before there was a Run
+        self._ask_launcher()
 
     def underway(self) -> None:
         """The first batch is asked for: there is something to finish now. Handlers set since `install` are called by ours."""
         self._is_underway = True
+        self._ask_launcher()
         if threading.current_thread() is not threading.main_thread():
             return
         for number in self._previous:
             handler = signal.getsignal(number)
             if callable(handler) and not isinstance(getattr(handler, "__self__", None), StopRequest):
                 self._later[number] = signal.signal(number, self._arrive)
+
+    def _ask_launcher(self) -> None:
+        """It may have been signalled, and what it passed on was heard by a handler of the script's that stood in place of ours."""
+        if not self.requested and os.path.exists(environment("UNBROKEN_STOP_FILE")):
+            self._note(signal.SIGTERM)
 
     def obeyed(self) -> None:
         """All is committed and the process ends with 0: a second signal must not change that, not even while the interpreter ends."""
@@ -124,10 +129,11 @@ class StopRequest:
         waited_s = self._clock.monotonic() - self._at_s
         came = f"{self.name} came {waited_s:.1f} s ago and the evaluation is not over"
         text = f"unbroken: {came}: ends inside it, steps to be done again: {num_unsaved}\n"
-        flush = threading.Thread(target=sys.stdout.flush, daemon=True)
+        flush = threading.Thread(target=_flush, daemon=True)
         flush.start()
         flush.join(FLUSH_S)
-        os.write(2, text.encode())
+        with contextlib.suppress(OSError):
+            os.write(2, text.encode())
         os._exit(128 + signal.Signals[self.name])
 
     def _note(self, sig: signal.Signals) -> None:
@@ -153,6 +159,11 @@ class StopRequest:
         elif previous is signal.SIG_DFL and signal.getsignal(number) == self._arrive and not (self._listening and self._is_underway):
             signal.signal(number, previous)  # nothing to finish, or whoever came after us has gone too: what it would do without us
             signal.raise_signal(number)
+
+
+def _flush() -> None:
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or none at all: nothing can be said there any more
+        sys.stdout.flush()
 
 
 def evaluation_s(num_unsaved: int) -> float:

@@ -235,7 +235,10 @@ def test_B34_what_the_launcher_was_told_before_there_was_a_run_is_not_lost(tmp_p
     monkeypatch.setenv("UNBROKEN_STOP_FILE", str(tmp_path / "stop"))
     script = "signal.signal(signal.SIGTERM, lambda *_: None); stop.install(); print(stop.requested, stop.name)"
     assert run(script).stdout == "False \n"
-    (tmp_path / "stop").write_text("SIGTERM")
+    late = (
+        "stop.install(); open(os.environ['UNBROKEN_STOP_FILE'], 'w').close(); print(stop.requested); stop.underway(); print(stop.requested)"
+    )
+    assert run(late).stdout == "False\nTrue\n"
     assert run(script).stdout == "True SIGTERM\n"
 
 

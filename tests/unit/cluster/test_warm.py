@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from unbroken.cluster.forked import ForkedProcess, ForkedWorker, ForkServer, ServerLost, can_fork
-from unbroken.cluster.warm import Order
+from unbroken.cluster.warm import GROUP_SIGNALS, Order
 
 SLOW_S = 60.0
 
@@ -118,6 +118,28 @@ def test_a_server_that_is_gone_is_said(serve: Callable[..., ForkServer], tmp_pat
     server._process.wait()
     with pytest.raises(ServerLost):
         run(server, tmp_path, "")
+
+
+@pytest.mark.parametrize("sig", GROUP_SIGNALS)
+def test_B34_a_signal_to_the_whole_job_spares_the_server_and_ends_a_worker(
+    serve: Callable[..., ForkServer], tmp_path: Path, sig: signal.Signals
+) -> None:
+    server = serve()
+    run(server, tmp_path, "")
+    assert server.pid is not None
+    os.kill(server.pid, sig)
+    process, _, _ = run(server, tmp_path, "import os, sys; os.kill(os.getpid(), int(sys.argv[1])); print('lives')", str(int(sig)))
+    assert process.returncode == -sig
+
+
+def test_B34_a_signal_that_comes_while_a_worker_is_being_made_is_not_lost(serve: Callable[..., ForkServer], tmp_path: Path) -> None:
+    server = serve()
+    (tmp_path / "sleep.py").write_text("import time; time.sleep(600)")
+    env = {"PATH": os.environ["PATH"], "UNBROKEN_LAUNCHER_PID": str(os.getpid())}
+    for _ in range(10):
+        process = ForkedProcess(server.fork(Order(argv=(str(tmp_path / "sleep.py"),), env=env)))
+        os.kill(process.pid, signal.SIGTERM)
+        assert process.wait(SLOW_S) == -signal.SIGTERM
 
 
 def test_nothing_of_the_server_outlives_its_launcher(tmp_path: Path) -> None:
