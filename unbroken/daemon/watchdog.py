@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from unbroken.core.errors import UnbrokenError, describe
-from unbroken.core.limits import DUMP_WAIT_S, END_WAIT_S, HANG_PATIENCE, HEARTBEAT_S, LOOK_GAP, MAX_DESCRIPTION_CHARS
+from unbroken.core.limits import DUMP_WAIT_S, END_WAIT_S, HANG_PATIENCE, HEARTBEAT_S, LOOK_GAP, MAX_DESCRIPTION_CHARS, MIN_HANG_TIMEOUT_S
 from unbroken.core.messages import Watch
 from unbroken.core.messages import Watched as Answer
 from unbroken.core.os import DUMP_SIGNAL, HANG_EXIT_CODE, descendants, process_facts, say_for
@@ -98,6 +98,8 @@ class Watchdog:
         rank, hello = client.rank, client.hello
         if hello is None or rank < 0 or client.pid <= 0:
             raise UnbrokenError("only workers whose process this host knows can be watched")
+        if message.timeout_s is not None and not message.timeout_s >= MIN_HANG_TIMEOUT_S:
+            raise ValueError(f"a hang timeout of {message.timeout_s} s: at least {MIN_HANG_TIMEOUT_S:g} s")
         self.left(rank)
         size, times = self._times.get(rank, (0, ()))
         page = PulsePage(rank, times if size == hello.world_size else ())

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from unbroken.cluster.witness import ANSWER_TIMEOUT_S, MAX_LAUNCH_FILE_BYTES, Progress, Witness, last_told
+from unbroken.cluster.witness import ANSWER_TIMEOUT_S, MAX_LAUNCH_FILE_BYTES, Progress, Witness, _progress, last_told
 from unbroken.core.messages import Committed, Error, Hello, Message, Note, Status, StatusReply, Welcome
 from unbroken.core.os import wait_any
 from unbroken.shm.channel import Channel, accept, address, listen
@@ -186,3 +186,18 @@ def test_B39_the_launch_file_may_be_torn_or_foreign(tmp_path: Path, content: byt
     path = tmp_path / "launch.jsonl"
     path.write_bytes(content)
     assert last_told(str(path)) == (None if found is None else (found, "main"))
+
+
+@pytest.mark.parametrize(
+    ("hang", "text", "rank"),
+    [
+        ({"generation": 2, "rank": 1, "text": "hang: rank 1"}, "hang: rank 1", 1),
+        ({"generation": 1, "rank": 1, "text": "of an earlier life"}, "", -1),
+        ({}, "", -1),
+        (None, "", -1),
+        ({"generation": 2, "rank": "x"}, "", -1),
+    ],
+)
+def test_B37_what_the_watchdog_said_of_this_generation_is_known(hang: object, text: str, rank: int) -> None:
+    progress = _progress({"generation": 2, "hang": hang})
+    assert (progress.hang, progress.hanging) == (text, rank)

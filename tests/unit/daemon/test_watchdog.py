@@ -204,6 +204,8 @@ def test_only_a_worker_of_this_host_can_be_watched(bench: Bench) -> None:
         bench.dog.answer(Client(0, 1, 0), Watch())  # type: ignore[arg-type]
     with pytest.raises(UnbrokenError, match="only workers"):
         bench.dog.answer(Client(-1, 1, os.getpid()), Watch())  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="at least 1 s"):
+        bench.dog.answer(Client(0, 1, os.getpid()), Watch(timeout_s=0.0))  # type: ignore[arg-type]
 
 
 def test_I11_files_with_stacks_do_not_pile_up(bench: Bench) -> None:
