@@ -1,12 +1,16 @@
-"""Options of a run: explicit argument > default. Parsed once, then frozen."""
+"""Options of a run: explicit argument > UNBROKEN_* environment > unbroken.toml > default. Parsed once, then frozen.
+
+`RUN` is the one table of them; `Options` and `RunConfig` are its types.
+"""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import Literal, TypedDict, cast, get_args
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypedDict
 
 from unbroken.core.limits import KEEP_NEWEST, MAX_THREADS, MAX_UNITS
+from unbroken.core.settings import Found, Setting, Table, check, find_file, gather, number, one_of, read_file, whole
 from unbroken.order.streams import check_seed
 
 Resume = Literal["auto", "must", "never"]
@@ -59,6 +63,8 @@ class RunConfig:
     seed: int | None = None
     threads: int | None = None
     keep: int = KEEP_NEWEST
+    origins: tuple[str, ...] = field(default=(), compare=False)
+    """What the script does not show: "keep=5 from UNBROKEN_KEEP"."""
 
 
 _UNITS_S = dict.fromkeys(("s", "sec", "second", "seconds"), 1.0)
@@ -67,6 +73,13 @@ _UNITS_S |= dict.fromkeys(("m", "min", "minute", "minutes"), 60.0) | dict.fromke
 
 def parse_interval(text: str) -> Interval:
     """ "30s", "5 min", "100 steps" -> Interval; ValueError says what is accepted."""
+    try:
+        return _interval(text)
+    except ValueError as error:
+        raise ValueError(f"lose_at_most={text!r}: {error}") from None
+
+
+def _interval(text: Any) -> Interval:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", text) if isinstance(text, str) else None
     if match:
         number, unit = float(match[1]), match[2]
@@ -74,37 +87,99 @@ def parse_interval(text: str) -> Interval:
             return Interval(steps=int(number))
         if unit in _UNITS_S and number > 0:
             return Interval(seconds=number * _UNITS_S[unit])
-    raise ValueError(f'lose_at_most={text!r}: give a time such as "30s", "5 min", "1h", or "100 steps"')
+    raise ValueError('give a time such as "30s", "5 min", "1h", or "100 steps"')
+
+
+RUN = Table(
+    "run",
+    (
+        Setting(
+            name="lose_at_most",
+            default="60s",
+            accepts='a time such as "30s", "5 min", "1h", or "100 steps"',
+            help="How much work a failure may cost: a snapshot is taken so often.",
+            check=_interval,
+        ),
+        Setting(
+            name="resume",
+            default="auto",
+            accepts='"auto", "must" or "never"',
+            help='"auto" starts fresh only where nothing is, "must" never does, "never" refuses a folder that holds a run. '
+            "A restart by a launcher implies must.",
+            check=lambda value: one_of(value, {"auto": "", "must": "", "never": ""}),
+        ),
+        Setting(
+            name="reduce",
+            default="ordered",
+            accepts='"ordered" or "ring"',
+            help="How gradients are summed. Fixed at birth.",
+            check=lambda value: one_of(value, {"ordered": "bit-identical at any world size", "ring": "plain DDP loop"}),
+        ),
+        Setting(
+            name="total_steps",
+            default=None,
+            accepts="a whole number",
+            help="Stop after this many steps; without it the data end the run.",
+            check=whole,
+            from_text=number,
+        ),
+        Setting(
+            name="units",
+            default=None,
+            accepts=f"a whole number up to {MAX_UNITS}",
+            help="Micro-batches per step, fixed at birth. Default: the smallest power of two that is at least the world size and divides "
+            "the global batch.",
+            check=lambda value: whole(value, at_most=MAX_UNITS, what=" micro-batches make a step"),
+            from_text=number,
+        ),
+        Setting(
+            name="seed",
+            default=None,
+            accepts="an integer from 0 to 2**64 - 1",
+            help="Of the random streams inside units, fixed at birth. Default: the data's.",
+            check=check_seed,
+            from_text=number,
+        ),
+        Setting(
+            name="threads",
+            default=None,
+            accepts=f"a whole number up to {MAX_THREADS}",
+            help="Intra-op threads per rank, fixed at birth. Default: 1 on CPU.",
+            check=lambda value: whole(value, at_most=MAX_THREADS, what=" per rank"),
+            from_text=number,
+        ),
+        Setting(
+            name="keep",
+            default=KEEP_NEWEST,
+            accepts="a whole number",
+            help="Newest checkpoints kept besides milestones.",
+            check=whole,
+            from_text=number,
+        ),
+    ),
+)
+"""Every option of a Run. A new one is a row here, a key of `Options` and a field of `RunConfig`."""
 
 
 def resolve(lose_at_most: str, resume: str, options: Options) -> RunConfig:
-    """Check every option; ValueError or TypeError names the first that is wrong and what is accepted."""
-    unknown = sorted(set(options) - set(Options.__annotations__))
-    if unknown:
-        raise TypeError(f"Run() got unknown options {unknown}; known are {sorted(Options.__annotations__)}")
-    if resume not in get_args(Resume):
-        raise ValueError(f'resume={resume!r}: give "auto", "must" or "never"')
-    reduce = options.get("reduce", "ordered")
-    if reduce not in ("ordered", "ring"):
-        raise ValueError(f'reduce={reduce!r}: give "ordered" (bit-identical at any world size) or "ring" (plain DDP loop)')
-    for name in ("total_steps", "units", "threads", "keep"):
-        value = options.get(name, KEEP_NEWEST if name == "keep" else None)
-        left_out = value is None and name != "keep"
-        if not left_out and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise ValueError(f"{name}={value!r}: give a whole number of at least 1")
-    if (options.get("threads") or 0) > MAX_THREADS:
-        raise ValueError(f"threads={options['threads']!r}: at most {MAX_THREADS} per rank")
-    if (options.get("units") or 0) > MAX_UNITS:
-        raise ValueError(f"units={options['units']!r}: at most {MAX_UNITS} micro-batches make a step")
-    if options.get("seed") is not None:
-        check_seed(options["seed"])  # type: ignore[arg-type]
-    return RunConfig(
-        interval=parse_interval(lose_at_most),
-        resume=cast(Resume, resume),
-        reduce=reduce,
-        total_steps=options.get("total_steps"),
-        units=options.get("units"),
-        seed=options.get("seed"),
-        threads=options.get("threads"),
-        keep=options.get("keep", KEEP_NEWEST),
-    )
+    """Check explicit options; ValueError or TypeError names the first that is wrong and what is accepted."""
+    return _config(check(RUN, {"lose_at_most": lose_at_most, "resume": resume, **options}))
+
+
+def configure(lose_at_most: str | None, resume: str | None, options: Options) -> RunConfig:
+    """The options of a run from wherever they are given; None is not given. Errors name the argument, the variable or file:line."""
+    explicit = {name: value for name, value in (("lose_at_most", lose_at_most), ("resume", resume)) if value is not None}
+    found = gather(RUN, explicit | dict(options), read_file(find_file()))
+    return _config({name: one.value for name, one in found.items()}, tuple(map(_told, filter(_is_foreign, found.values()))))
+
+
+def _config(values: dict[str, Any], origins: tuple[str, ...] = ()) -> RunConfig:
+    return RunConfig(interval=values.pop("lose_at_most"), origins=origins, **values)
+
+
+def _is_foreign(found: Found) -> bool:
+    return found.is_foreign
+
+
+def _told(found: Found) -> str:
+    return f"{found.setting.name}={found.given} from {found.origin}"

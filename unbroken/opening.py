@@ -164,6 +164,8 @@ class Opening:
         print(f"unbroken: {self.directory}: {origin}, generation {plan.generation}; {units}")
         memory = f"{NUM_SLOTS} slots of {mebibytes(slot_bytes)} and {mebibytes(gradient_bytes)} for gradients"
         print(f"unbroken: {self.config.interval}; memory per rank: {memory}")
+        if self.config.origins:
+            print(f"unbroken: {', '.join(self.config.origins)}")
         if self.source.grade != "exact":
             print(f"unbroken: the claim is limited by the data: {GRADES[self.source.grade]}", file=sys.stderr)
         for note in (*plan.notes, *self.start.notes, *self.stack.notes):

@@ -29,7 +29,7 @@ from unbroken.capture.streams import Streams
 from unbroken.chaos import arm_from_environment
 from unbroken.cluster.exitcode import use_exit_codes
 from unbroken.cluster.preempt import StopRequest
-from unbroken.config import Options, RunConfig, resolve
+from unbroken.config import Options, RunConfig, configure
 from unbroken.core.errors import EnvironmentChanged, SaveWarning, StepLost, UnbrokenError
 from unbroken.core.limits import DRAIN_TIMEOUT_S, EXIT_TIMEOUT_S
 from unbroken.core.ports import Clock, SystemClock, position
@@ -51,8 +51,9 @@ class Run:
 
     directory: folder of the run, created if missing. model, optimizer, scheduler: one, a list or a dict of them; you wrap, move and
     compile them, Run never does. data: `Batches`, or a DataLoader. extras: anything else with state (EMA, generators, dicts).
-    lose_at_most: how much work a failure may cost, "30s" or "100 steps". resume: "auto" starts fresh only where nothing is, "must"
-    never does, "never" refuses a folder that holds a run. options: see `unbroken.config.Options`.
+    lose_at_most: how much work a failure may cost, "30s" or "100 steps" (default "60s"). resume: "auto" (default) starts fresh only
+    where nothing is, "must" never does, "never" refuses a folder that holds a run. options: see `unbroken.config.Options`. What is not
+    given here comes from UNBROKEN_* variables or unbroken.toml, see docs/configuration.md.
 
     Raises NoCheckpoint (exit 3), Refused and its kinds (exit 4), ValueError and TypeError with the remedy in the text.
     """
@@ -67,14 +68,14 @@ class Run:
         scheduler: Any = None,
         scaler: Any = None,
         extras: Mapping[str, Any] | None = None,
-        lose_at_most: str = "60s",
-        resume: str = "auto",
+        lose_at_most: str | None = None,
+        resume: str | None = None,
         **options: Unpack[Options],
     ) -> None:
         self._clock: Clock = SystemClock()
         moments = {"process": self._clock.monotonic()}
         use_exit_codes()
-        self._config: RunConfig = resolve(lose_at_most, resume, options)
+        self._config: RunConfig = configure(lose_at_most, resume, options)
         self._directory = os.path.abspath(local_path(directory))
         self.model = model
         parts = Parts(

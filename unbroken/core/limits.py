@@ -79,3 +79,6 @@ MAX_EPOCHS_PER_STEP = 1024
 
 MAX_DESCRIPTION_CHARS = 4000
 """Of an error in words: it goes into messages and journal lines, which have a limit."""
+
+MAX_SETTINGS_BYTES = 1 << 20
+"""An unbroken.toml larger than this is not one."""
