@@ -9,8 +9,11 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict
 
+from msgspec import Struct
+
+from unbroken.cluster.settings import LAUNCH
 from unbroken.core.limits import KEEP_NEWEST, MAX_THREADS, MAX_UNITS
-from unbroken.core.settings import Found, Setting, Table, check, find_file, gather, number, one_of, read_file, whole
+from unbroken.core.settings import Found, Setting, Table, check, find_file, gather, number, one_of, read_file, strange_variables, whole
 from unbroken.order.streams import check_seed
 
 Resume = Literal["auto", "must", "never"]
@@ -183,3 +186,43 @@ def _is_foreign(found: Found) -> bool:
 
 def _told(found: Found) -> str:
     return f"{found.setting.name}={found.given} from {found.origin}"
+
+
+class InForce(Struct, frozen=True, kw_only=True):
+    """One option as it stands outside of any script. `value` as it was written, None where it is left out."""
+
+    section: str
+    name: str
+    value: Any
+    origin: str
+    variable: str
+    help: str
+
+
+class OptionsInForce(Struct, frozen=True, kw_only=True):
+    """Everything that `unbroken doctor --config` shows. `strange_variables`: UNBROKEN_* that nothing reads, each with the nearest name."""
+
+    file: str | None
+    options: tuple[InForce, ...]
+    strange_variables: dict[str, str]
+
+
+def options_in_force(environment: dict[str, str]) -> OptionsInForce:
+    """Options of runs and of the launcher as a script that gives none would get them. ValueError where one is wrong."""
+    tables, file = (RUN, LAUNCH), read_file(find_file())
+    rows = [(table.section, found) for table in tables for found in gather(table, {}, file).values()]
+    return OptionsInForce(
+        file=file.path if file is not None else None,
+        options=tuple(
+            InForce(
+                section=section,
+                name=found.setting.name,
+                value=found.given,
+                origin=found.origin,
+                variable=found.setting.variable,
+                help=found.setting.help,
+            )
+            for section, found in rows
+        ),
+        strange_variables=strange_variables(environment, *tables),
+    )

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import unbroken
-from unbroken.cli import certify, demo, ls, run, show, verify
+from unbroken.cli import certify, demo, doctor, ls, run, show, verify
 
 app = typer.Typer(
     name="unbroken",
@@ -17,7 +17,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("run", context_settings=run.PASS_EVERYTHING_ON, add_help_option=False)(run.command)
-for _module in (demo, ls, show, verify, certify):
+for _module in (demo, ls, show, verify, certify, doctor):
     app.command(_module.__name__.rpartition(".")[2])(_module.command)
 
 

@@ -20,7 +20,7 @@ from torch.distributed.run import config_from_args, determine_local_world_size, 
 from unbroken.cluster.decide import Failure, Options, exit_code
 from unbroken.cluster.elastic import ElasticAgent, Surroundings
 from unbroken.cluster.forked import ForkServer
-from unbroken.cluster.settings import LAUNCH
+from unbroken.cluster.settings import LAUNCH, modules
 from unbroken.cluster.signals import ALWAYS, Interrupted, SignalInbox, named
 from unbroken.cluster.witness import Witness
 from unbroken.core.ports import SystemClock, environment
@@ -117,7 +117,7 @@ def parse(argv: Sequence[str], scratch: str) -> Command:
         program=(*python, *how, args.training_script, *args.training_script_args),
         options=Options(max_restarts=args.max_restarts, same_start=None if given else Options().same_start),
         end_signals=end_signals,
-        preload=tuple(name for name in (word.strip() for word in settings["preload"].value.split(",")) if name),
+        preload=modules(settings["preload"].value),
         grace_s=settings["grace_s"].value,
         wants_json=args.json,
         log_dir=log_dir,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from unbroken.core.settings import Setting, Table, number, whole
+from unbroken.core.settings import Setting, Table, find_file, gather, number, read_file, whole
 
 GRACE_S = 30.0
 PRELOAD = "torch,torch._dynamo,unbroken.session"
@@ -55,3 +55,13 @@ LAUNCH = Table(
     ),
 )
 """Every setting of the launcher."""
+
+
+def preload_in_force() -> tuple[str, ...]:
+    """The modules that a launch without flags imports in its fork server. ValueError where a setting is wrong."""
+    return modules(gather(LAUNCH, {}, read_file(find_file()))["preload"].value)
+
+
+def modules(text: str) -> tuple[str, ...]:
+    """Names separated by commas."""
+    return tuple(name for name in (word.strip() for word in text.split(",")) if name)
