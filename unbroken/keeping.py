@@ -69,9 +69,13 @@ class Keeping:
         """The generation in progress."""
         return self._plan.generation
 
+    def expected_slot_bytes(self) -> int:
+        """Bytes of one slot, before there is any."""
+        return expected_bytes(self._opening.stack, self._pieces())
+
     def start(self) -> int:
         """Have memory for the snapshots to come, and journal how the start went; bytes of one slot."""
-        self._snapshots.reserve(expected_bytes(self._opening.stack, self._pieces()))
+        self._snapshots.reserve(self.expected_slot_bytes())
         self._journal.start(self._opening.latest_moments())
         return self._snapshots.slot_bytes
 

@@ -20,9 +20,11 @@ from unbroken.cluster.exitcode import use_exit_codes
 from unbroken.config import RunConfig
 from unbroken.core.errors import EnvironmentChanged, LayoutMismatch, NoCheckpoint, Refused, SaveFailed, UnbrokenError, describe
 from unbroken.core.limits import NUM_SLOTS
-from unbroken.core.messages import Failed, Plan
+from unbroken.core.messages import Failed, Plan, Status, StatusReply
 from unbroken.core.ports import Clock, environment
 from unbroken.data.loader import Source
+from unbroken.doctor.needs import Needs
+from unbroken.doctor.room import Room, look_around
 from unbroken.order.ledger import check_same
 from unbroken.recover.link import Link
 from unbroken.recover.start import Counters, Start, digests, fact_items
@@ -59,6 +61,7 @@ class Opening:
     start: Start = field(init=False)
     num_units: int = 0
     run_id: str = ""
+    room: Room | None = None
     _has_saved: bool = False
     _sheet: dict[str, Any] = field(default_factory=dict)
 
@@ -96,6 +99,7 @@ class Opening:
         self._sheet = self._fact_sheet(plan)
         if plan.source != "fresh":
             self.start.compare(self.start.stored, self.facts())
+        self.room = self._look_around()
         self.start.open(self.link, plan, [*self.pieces(self.start.counters), *self.facts()])
         tell_launcher(self.directory)
         self.moments["rollback"] = self.clock.monotonic()
@@ -166,12 +170,37 @@ class Opening:
         print(f"unbroken: {self.config.interval}; memory per rank: {memory}")
         if self.config.origins:
             print(f"unbroken: {', '.join(self.config.origins)}")
+        self._tell_needs(slot_bytes, gradient_bytes)
         if self.source.grade != "exact":
             print(f"unbroken: the claim is limited by the data: {GRADES[self.source.grade]}", file=sys.stderr)
         for note in (*plan.notes, *self.start.notes, *self.stack.notes):
             print(f"unbroken: {note}", file=sys.stderr)
         for difference in self.start.differences:
             warnings.warn(f"not as it was at the checkpoint, the claim is limited: {difference}", EnvironmentChanged, stacklevel=5)
+
+    def _look_around(self) -> Room | None:
+        """Before any rank can have asked for slots: the opening of the generation, which comes next, waits for all."""
+        if self.exchange.rank != 0:
+            return None
+        held = self.link.ask(Status(), StatusReply)[0].facts.get("slots_bytes")
+        return look_around(self.directory, held if isinstance(held, int) else 0)
+
+    def _tell_needs(self, slot_bytes: int, gradient_bytes: int) -> None:
+        """What the host must have for this run, and a warning where it has not: before the failure."""
+        if self.room is None:
+            return
+        needs = Needs(
+            slot_bytes=slot_bytes,
+            gradient_bytes=gradient_bytes,
+            state_bytes=slot_bytes,
+            ranks=self.exchange.world_size,
+            keep=self.config.keep,
+        )
+        found = self.room.judge(needs)
+        print(f"unbroken: needs {'; '.join(one.seen for one in found)}")
+        for one in found:
+            if one.remedy:
+                print(f"unbroken: {one.name}: {one.remedy}", file=sys.stderr)
 
     def _birth_facts(self) -> dict[str, Any]:
         """What is fixed when the run is born; a run that exists answers with its own."""

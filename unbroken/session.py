@@ -123,7 +123,8 @@ class Run:
         self._streams_at_start: dict[str, Any] | None = self._streams.read()
         self._versions: Any = self._stack.versions()
         opening.moments["align"] = self._clock.monotonic()
-        opening.announce(plan, self._stepping.gradient_bytes, self._keeping.start())
+        opening.announce(plan, self._stepping.gradient_bytes, self._keeping.expected_slot_bytes())  # before memory is taken: it may fail
+        self._keeping.start()
         atexit.register(self._at_exit)
         place = os.path.realpath(self._directory)
         earlier = _open_runs.get(place)

@@ -17,7 +17,8 @@ from unbroken.core.os import available_memory_bytes, host_memory_bytes, hostname
 from unbroken.core.ports import Clock, environment
 from unbroken.doctor import checks, look
 from unbroken.doctor.findings import Finding
-from unbroken.doctor.needs import Needs, judge_disk, judge_memory
+from unbroken.doctor.needs import Needs
+from unbroken.doctor.room import existing, look_around, space
 from unbroken.shm.channel import runtime_directory
 from unbroken.store.repository import Repository
 from unbroken.store.tiers.disk import DiskTier
@@ -88,8 +89,8 @@ def _meeting(clock: Clock) -> list[Finding]:
 def _place(directory: str, clock: Clock) -> list[Finding]:
     """The run folder, or where it would be made."""
     finding, needs = _what_is_there(directory)
-    there = look.existing(directory)
-    free_bytes, all_bytes, names = look.room(there)
+    there = existing(directory)
+    free_bytes, all_bytes, names = space(there)
     findings = [finding, checks.file_system(look.file_system(there)), checks.disk_room(free_bytes, all_bytes, names)]
     try:
         trial = look.try_writing(there, clock, free_bytes)
@@ -101,7 +102,7 @@ def _place(directory: str, clock: Clock) -> list[Finding]:
         checks.clock(int(clock.utc()[:4]), trial.ahead_s),
     ]
     if needs is not None:
-        findings += [judge_memory(needs, available_memory_bytes()), judge_disk(needs, free_bytes, needs.keep * needs.state_bytes)]
+        findings += look_around(directory, held_bytes=0).judge(needs)
     return findings
 
 

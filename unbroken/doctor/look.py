@@ -165,20 +165,6 @@ def file_system(path: str) -> str:
     return kind
 
 
-def room(path: str) -> tuple[int, int, int | None]:
-    """(free bytes, all bytes, free inodes or None where they are not counted)."""
-    found = os.statvfs(path)
-    return found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize, found.f_favail if found.f_files else None
-
-
-def existing(path: str) -> str:
-    """The folder itself, or the nearest one above it that exists."""
-    path = os.path.abspath(path)
-    while not os.path.isdir(path):
-        path = os.path.dirname(path)
-    return path
-
-
 def try_writing(folder: str, clock: Clock, free_bytes: int) -> Trial:
     """Write, sync and link temporary files as the store does. OSError where that cannot be done."""
     num_bytes = min(TRIAL_BYTES, int(free_bytes * MAX_TRIAL_SHARE)) // BLOCK_BYTES * BLOCK_BYTES

@@ -40,20 +40,15 @@ class Needs(Struct, frozen=True, kw_only=True):
 
 def judge_memory(needs: Needs, available_bytes: int, held_bytes: int = 0) -> Finding:
     """Does it fit? `held_bytes` of the slots exist already and are not in `available_bytes` any more."""
-    gradients = f" and {size(needs.gradient_bytes)} for gradients" if needs.gradient_bytes else ""
-    seen = (
-        f"{size(needs.memory_bytes)} of memory ({needs.ranks} ranks, each {NUM_SLOTS} slots of {size(needs.slot_bytes)}{gradients}), "
-        f"{size(available_bytes + held_bytes)} are available"
-    )
-    fits = needs.memory_bytes <= available_bytes + held_bytes
-    return judged("memory of the run", seen, warning="" if fits else "it does not fit: fewer ranks per host, or a smaller model")
+    room = available_bytes + held_bytes
+    seen = f"{size(needs.memory_bytes)} of memory for {needs.ranks} ranks, {size(room)} are available"
+    fits = needs.memory_bytes <= room
+    return judged("memory of the run", seen, warning="" if fits else "this does not fit: fewer ranks per host, or a smaller model")
 
 
 def judge_disk(needs: Needs, free_bytes: int, stored_bytes: int = 0) -> Finding:
     """Does it fit? `stored_bytes` lie in the folder already; at most what is needed of them makes room."""
     room = free_bytes + min(stored_bytes, needs.disk_bytes)
-    seen = (
-        f"up to {size(needs.disk_bytes)} on disk ({needs.keep} checkpoints and one being written, milestones extra), {size(room)} are free"
-    )
-    remedy = "free space, or keep fewer checkpoints (keep=); a save that finds no room is reported and training goes on"
+    seen = f"up to {size(needs.disk_bytes)} on disk for {needs.keep + 1} checkpoints (milestones come on top), {size(room)} are free"
+    remedy = "this does not fit: free space, or keep fewer checkpoints (keep=); a save that finds no room is reported and training goes on"
     return judged("disk of the run", seen, warning="" if needs.disk_bytes <= room else remedy)

@@ -131,7 +131,7 @@ def test_a_run_needs_two_slots_and_gradients_per_rank_and_one_checkpoint_more_th
 def test_memory_fits_or_not(available: int, held: int, status: str) -> None:
     found = judge_memory(NEEDS, available * MIB, held * MIB)
     assert found.status == status
-    assert "100.0 MiB of memory (4 ranks, each 2 slots of 10.0 MiB and 5.0 MiB for gradients)" in found.seen
+    assert found.seen.startswith("100.0 MiB of memory for 4 ranks, ")
 
 
 @pytest.mark.parametrize(
@@ -140,4 +140,4 @@ def test_memory_fits_or_not(available: int, held: int, status: str) -> None:
 def test_the_disk_fits_or_not(free: int, stored: int, status: str) -> None:
     found = judge_disk(NEEDS, free * MIB, stored * MIB)
     assert found.status == status
-    assert "up to 32.0 MiB on disk (3 checkpoints and one being written" in found.seen
+    assert found.seen.startswith("up to 32.0 MiB on disk for 4 checkpoints")
