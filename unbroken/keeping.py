@@ -130,6 +130,14 @@ class Keeping:
             step, is_milestone = self._unconfirmed
             self._opening.link.wait_for_step(step, DRAIN_TIMEOUT_S, milestone=is_milestone)
 
+    def hand_over(self) -> None:
+        """Have this step in memory, and the daemon know all that was said so far: a Run to come goes on from it. Best effort."""
+        try:
+            if self._snapshot(milestone=False, wait_s=SLOT_WAIT_S):
+                self.phase()
+        except (UnbrokenError, OSError) as error:  # safe to go on: an older snapshot is there
+            warnings.warn(f"step {self._counters.step} was not kept: {error}", SaveWarning, stacklevel=4)
+
     def stopped(self, signal_name: str) -> None:
         """Note who asked the run to stop."""
         self._journal.event("stopped", self._counters.step, signal=signal_name)
