@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 import torch
 from torch import nn
 
@@ -21,11 +20,12 @@ from unbroken.config import RunConfig
 from unbroken.core.errors import EnvironmentChanged, LayoutMismatch, NoCheckpoint, Refused, SaveFailed, UnbrokenError, describe
 from unbroken.core.limits import NUM_SLOTS
 from unbroken.core.messages import Failed, Plan, Status, StatusReply
-from unbroken.core.ports import Clock, environment
+from unbroken.core.ports import Clock
 from unbroken.data.loader import Source
 from unbroken.doctor.needs import Needs
 from unbroken.doctor.room import Room, look_around
 from unbroken.order.ledger import check_same
+from unbroken.recover.attempts import attempt, tell_launcher
 from unbroken.recover.link import Link
 from unbroken.recover.start import Counters, Start, digests, fact_items
 from unbroken.recover.together import together
@@ -82,7 +82,7 @@ class Opening:
         if self.config.reduce == "ring":
             require_fixed_buckets(self.stack.parts.models, self.exchange.world_size)
         # several runs in one process (a notebook) must not meet each other's addresses in the store
-        self.exchange.connect(f"start/{environment('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_openings)}")
+        self.exchange.connect(f"start/{attempt()}/{next(_openings)}")
         self.stack.collect({}, {}, {})  # what cannot be stored is refused before anything is made
         self.start = Start(
             directory=self.directory,
@@ -290,11 +290,3 @@ def refuse_metric_schedulers(schedulers: Mapping[str, Any]) -> None:
                 "ReduceLROnPlateau needs a metric at each step, which only your loop knows: pass it as extras={'plateau': scheduler} "
                 "and call its step(metric) yourself after run.step(); its state is saved with the run"
             )
-
-
-def tell_launcher(directory: str) -> None:
-    """The launcher learns where the run lives, so that it can keep the daemon through restarts; a later attempt, that it was opened."""
-    path = environment("UNBROKEN_LAUNCH_FILE")
-    if path and environment("LOCAL_RANK", "0") == "0":
-        with open(path, "ab") as file:
-            file.write(msgspec.json.encode({"directory": directory}) + b"\n")

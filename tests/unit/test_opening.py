@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -29,7 +28,6 @@ from unbroken.opening import (
     device_of,
     refuse_metric_schedulers,
     refuse_sync_batch_norm,
-    tell_launcher,
 )
 from unbroken.recover.start import Counters, Start, fact_items
 from unbroken.step.exchange import Exchange
@@ -225,16 +223,6 @@ def test_I13_each_difference_is_a_warning(capsys: pytest.CaptureFixture[str]) ->
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         opening().announce(Plan(generation=1, step=4, source="disk", options={"threads": 1}), 0, 0)
-
-
-def test_the_launcher_is_told_where_the_run_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tell_launcher("nobody asks")
-    launch = tmp_path / "launch.jsonl"
-    monkeypatch.setenv("UNBROKEN_LAUNCH_FILE", str(launch))
-    for rank, directory in (("0", "/a"), ("1", "/b"), ("0", "/c d\n")):
-        monkeypatch.setenv("LOCAL_RANK", rank)
-        tell_launcher(directory)
-    assert [msgspec.json.decode(line) for line in launch.read_bytes().splitlines()] == [{"directory": "/a"}, {"directory": "/c d\n"}]
 
 
 def test_what_was_never_opened_can_be_closed() -> None:
