@@ -220,9 +220,8 @@ class Run:
             # whatever the script drew or seeded since Run() was made (warm-up, sanity check) must not move the run
             self._streams.write(self._streams_at_start)
             self._streams_at_start = None
-        self._interrupt.hold()
-        self._stepping.give_up()  # the loop may have been left inside one
-        self._interrupt.release()
+        with self._interrupt.waiting():
+            self._stepping.give_up()  # the loop may have been left inside one
         self._require_open()
         self._require_unchanged()
         self._looping = True
@@ -275,8 +274,8 @@ class Run:
         Cost: two collectives of the gradient's size in all; see `step.update`.
         """
         self._require_open()
-        self._interrupt.hold()
-        applied = self._stepping.step(self._stop.requested, clip_grad_norm, self._clock.monotonic)
+        with self._interrupt.waiting(after_success=True):  # until the boundary
+            applied = self._stepping.step(self._stop.requested, clip_grad_norm, self._clock.monotonic)
         if applied is None:
             return False
         self.loss = applied.loss

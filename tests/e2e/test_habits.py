@@ -280,7 +280,7 @@ def test_a_debugger_without_an_input_ends_the_job_and_nothing_hangs(tmp_path: Pa
     assert unbroken.open(tmp_path / "run").verify().ok
 
 
-# -- compiled, in mixed precision, killed, at three ranks ----------------------------------------------------------------------
+# -- compiled, in mixed precision, two models with two optimizers: killed, at three ranks ----------------------------------------
 
 BODY = """
 def finish(run, scaler, dtype, before_step):
@@ -292,8 +292,27 @@ def finish(run, scaler, dtype, before_step):
             before_step(run)
         run.step(clip_grad_norm=1.0)
 
+class Maker(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Dropout(0.2))
+        self.judge = [Tiny()]
+    def forward(self, x):
+        return self.judge[0](self.body(x))
+
+def begin_two(folder):
+    maker = Maker()
+    models = {"maker": maker, "judge": maker.judge[0]}
+    optimizers = [torch.optim.AdamW(models["judge"].parameters(), lr=1e-2), torch.optim.SGD(maker.parameters(), lr=0.1, momentum=0.9)]
+    schedulers = [torch.optim.lr_scheduler.StepLR(optimizers[0], 2, 0.5), torch.optim.lr_scheduler.CosineAnnealingLR(optimizers[1], 10)]
+    run = open_run(folder, model=models, optimizer=optimizers, scheduler=schedulers, total_steps=10, units=4, lose_at_most="3 steps")
+    run.model = maker
+    return run, None
+
 def begin(folder, backend, dtype):
     torch.manual_seed(3)
+    if backend == "two models":
+        return begin_two(folder)
     model = torch.compile(Tiny(), backend=backend) if backend else Tiny()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**22, growth_interval=3) if dtype == torch.float16 else None
     return open_run(folder, model=model, scaler=scaler, total_steps=10, units=4, lose_at_most="3 steps"), scaler
@@ -328,11 +347,12 @@ def uninterrupted(folder: Path, backend: str, dtype: str) -> str:
     [
         ("aot_eager", "float32"),
         ("", "float16"),
+        ("two models", "float32"),
         pytest.param("inductor", "float32", marks=[pytest.mark.slow, pytest.mark.timeout(600)]),
         pytest.param("inductor", "bfloat16", marks=[pytest.mark.slow, pytest.mark.timeout(600)]),
     ],
 )
-def test_I13_compiled_or_in_mixed_precision_killed_at_three_ranks_ends_in_the_same_root(tmp_path: Path, backend: str, dtype: str) -> None:
+def test_I13_every_habit_killed_at_three_ranks_ends_in_the_same_root(tmp_path: Path, backend: str, dtype: str) -> None:
     """Against one rank that nobody kills; forked workers, so that compiling in a forked process is covered, too."""
     env = {"HABIT_BACKEND": backend, "HABIT_DTYPE": dtype, "OMP_NUM_THREADS": "1"}
     with launched(tmp_path, LAUNCHED, "--nproc-per-node", "3", "--preload", PRELOAD, env=env) as job:

@@ -12,9 +12,10 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from types import CodeType, FrameType
 
-TOLD = b"unbroken: interrupt: the step and what follows it are finished first; interrupt again to stop at once\n"
+TOLD = "unbroken: interrupt: the step and what follows it are finished first; interrupt again to stop at once\n"
 
 REDELIVERY_S = 0.05
 """Where nothing can be raised (a generator that is being closed), the interrupt comes a moment later."""
@@ -32,6 +33,18 @@ class Interrupt:
         if not self._is_held and is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, self._arrive)
             self._is_held = True
+
+    @contextlib.contextmanager
+    def waiting(self, *, after_success: bool = False) -> Iterator[None]:
+        """Held within; and until the next `release` where that is wanted and no error comes out of it."""
+        self.hold()
+        try:
+            yield
+        except BaseException:  # raised again
+            self.let_go()
+            raise
+        if not after_success:
+            self.release()
 
     def release(self) -> None:
         """This is a harmless place: KeyboardInterrupt if one has come."""
@@ -59,7 +72,7 @@ class Interrupt:
             raise KeyboardInterrupt
         self._has_come = True
         with contextlib.suppress(OSError):
-            os.write(2, TOLD)
+            os.write(2, TOLD.encode())
 
 
 def left_by_error(code: CodeType | None) -> bool:

@@ -55,6 +55,19 @@ def test_not_held_nothing_is_changed() -> None:
         press()
 
 
+def test_an_error_ends_the_waiting() -> None:
+    interrupt = Interrupt()
+    with pytest.raises(ZeroDivisionError), interrupt.waiting(after_success=True):
+        failing()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    with pytest.raises(KeyboardInterrupt), interrupt.waiting():
+        press()
+    with interrupt.waiting(after_success=True):
+        press()
+    with pytest.raises(KeyboardInterrupt):
+        interrupt.release()
+
+
 def test_where_nothing_may_be_raised_it_comes_a_moment_later() -> None:
     interrupt = Interrupt()
     interrupt.hold()
