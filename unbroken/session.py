@@ -238,6 +238,7 @@ class Run:
                 self._interrupt.release()
         finally:
             self._looping = False
+            self._interrupt.hold()
             if hasattr(sys, "ps1") and not self._closed and os.getpid() == self._owner:
                 self._leave_loop()
             self._interrupt.let_go()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -177,3 +180,19 @@ def test_a_break_and_a_closed_notebook_lose_nothing(tmp_path: Path, reference: P
     train(tmp_path / "run", STEPS)
     assert unbroken.open(tmp_path / "run").certify(reference).grade == "exact"
     end_daemon(tmp_path / "run")
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8))])
+def test_I8_interrupts_at_any_moment_lose_nothing_but_the_step_in_progress(tmp_path: Path, seed: int) -> None:
+    steps = 40
+    command = [sys.executable, "-W", "ignore", "-m", "tests.rigs.impatient", str(tmp_path / "run"), str(seed), str(steps)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    begun = json.loads(done.stdout.splitlines()[-1])
+    assert len(begun) > 4
+    assert begun == sorted(begun), "no step was done twice"
+    train(tmp_path / "whole", steps)
+    certificate = unbroken.open(tmp_path / "run").certify(tmp_path / "whole")
+    assert certificate.grade == "exact", certificate.problems
+    for name in ("run", "whole"):
+        end_daemon(tmp_path / name)
