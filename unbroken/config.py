@@ -1,14 +1,21 @@
-"""Options of a run: explicit argument > default. Parsed once, then frozen."""
+"""Options of a run: explicit argument > UNBROKEN_* environment > unbroken.toml > default. Parsed once, then frozen.
+
+`RUN` is the one table of them; `Options` and `RunConfig` are its types.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import re
-from dataclasses import dataclass
-from typing import Literal, TypedDict, cast, get_args
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypedDict
 
+from msgspec import Struct
+
+from unbroken.cluster.settings import LAUNCH
 from unbroken.core.limits import KEEP_NEWEST, MAX_THREADS, MAX_UNITS, MIN_HANG_TIMEOUT_S
 from unbroken.core.records import MAIN_LINEAGE
+from unbroken.core.settings import Found, Setting, Table, check, find_file, gather, number, one_of, read_file, strange_variables, whole
 from unbroken.loggers.choose import JSON_LINES, LogTo, Target, targets
 from unbroken.order.streams import check_seed
 from unbroken.store.paths import check_lineage
@@ -75,6 +82,8 @@ class RunConfig:
     hang_timeout: float | Literal["auto"] | None = "auto"
     log_to: tuple[Target, ...] = (Target(JSON_LINES),)
     lineage: str = MAIN_LINEAGE
+    origins: tuple[str, ...] = field(default=(), compare=False)
+    """What the script does not show: "keep=5 from UNBROKEN_KEEP"."""
 
 
 _UNITS_S = dict.fromkeys(("s", "sec", "second", "seconds"), 1.0)
@@ -83,6 +92,13 @@ _UNITS_S |= dict.fromkeys(("m", "min", "minute", "minutes"), 60.0) | dict.fromke
 
 def parse_interval(text: str) -> Interval:
     """ "30s", "5 min", "100 steps" -> Interval; ValueError says what is accepted."""
+    try:
+        return _interval(text)
+    except ValueError as error:
+        raise ValueError(f"lose_at_most={text!r}: {error}") from None
+
+
+def _interval(text: Any) -> Interval:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", text) if isinstance(text, str) else None
     if match:
         number, unit = float(match[1]), match[2]
@@ -90,53 +106,178 @@ def parse_interval(text: str) -> Interval:
             return Interval(steps=int(number))
         if unit in _UNITS_S and number > 0:
             return Interval(seconds=number * _UNITS_S[unit])
-    raise ValueError(f'lose_at_most={text!r}: give a time such as "30s", "5 min", "1h", or "100 steps"')
+    raise ValueError('give a time such as "30s", "5 min", "1h", or "100 steps"')
 
 
-def parse_hang_timeout(text: str | None) -> float | Literal["auto"] | None:
-    """ "auto", or "600s" -> seconds; None and "none" switch it off. ValueError says what is accepted."""
+def _hang_timeout(text: Any) -> float | Literal["auto"] | None:
     if text in (None, "none", "None"):
         return None
     if text == "auto":
         return "auto"
     with contextlib.suppress(ValueError):
-        interval = parse_interval(text)
+        interval = _interval(text)
         if interval.seconds is not None and interval.seconds >= MIN_HANG_TIMEOUT_S:
             return interval.seconds
-    raise ValueError(f'hang_timeout={text!r}: give "auto", a time of at least {MIN_HANG_TIMEOUT_S:g} s such as "600s", or None')
+    raise ValueError(f'give "auto", a time of at least {MIN_HANG_TIMEOUT_S:g} s such as "600s", or None')
+
+
+def _sinks(text: str) -> list[str] | None:
+    return None if text.strip() in ("", "none") else [part.strip() for part in text.split(",")]
+
+
+RUN = Table(
+    "run",
+    (
+        Setting(
+            name="lose_at_most",
+            default="60s",
+            accepts='a time such as "30s", "5 min", "1h", or "100 steps"',
+            help="How much work a failure may cost: a snapshot is taken so often.",
+            check=_interval,
+        ),
+        Setting(
+            name="resume",
+            default="auto",
+            accepts='"auto", "must" or "never"',
+            help='"auto" starts fresh only where nothing is, "must" never does, "never" refuses a folder that holds a run. '
+            "A restart by a launcher implies must.",
+            check=lambda value: one_of(value, {"auto": "", "must": "", "never": ""}),
+        ),
+        Setting(
+            name="reduce",
+            default="ordered",
+            accepts='"ordered" or "ring"',
+            help="How gradients are summed. Fixed at birth.",
+            check=lambda value: one_of(value, {"ordered": "bit-identical at any world size", "ring": "plain DDP loop"}),
+        ),
+        Setting(
+            name="total_steps",
+            default=None,
+            accepts="a whole number",
+            help="Stop after this many steps; without it the data end the run.",
+            check=whole,
+            from_text=number,
+        ),
+        Setting(
+            name="units",
+            default=None,
+            accepts=f"a whole number up to {MAX_UNITS}",
+            help="Micro-batches per step, fixed at birth. Default: the smallest power of two that is at least the world size and divides "
+            "the global batch.",
+            check=lambda value: whole(value, at_most=MAX_UNITS, what=" micro-batches make a step"),
+            from_text=number,
+        ),
+        Setting(
+            name="seed",
+            default=None,
+            accepts="an integer from 0 to 2**64 - 1",
+            help="Of the random streams inside units, fixed at birth. Default: the data's.",
+            check=check_seed,
+            from_text=number,
+        ),
+        Setting(
+            name="threads",
+            default=None,
+            accepts=f"a whole number up to {MAX_THREADS}",
+            help="Intra-op threads per rank, fixed at birth. Default: 1 on CPU.",
+            check=lambda value: whole(value, at_most=MAX_THREADS, what=" per rank"),
+            from_text=number,
+        ),
+        Setting(
+            name="keep",
+            default=KEEP_NEWEST,
+            accepts="a whole number",
+            help="Newest checkpoints kept besides milestones.",
+            check=whole,
+            from_text=number,
+        ),
+        Setting(
+            name="hang_timeout",
+            default="auto",
+            accepts='"auto", a time such as "600s", or None ("none")',
+            help="How long a rank may stand still inside a step before all are ended and started again. "
+            '"auto" learns it from the steps; None: nobody watches.',
+            check=_hang_timeout,
+        ),
+        Setting(
+            name="log_to",
+            default=JSON_LINES,
+            accepts='"jsonl", "jsonl:FILE", "tensorboard:DIR", "wandb:PROJECT", "mlflow:URI", "swanlab:PROJECT", a list of them, or None',
+            help="Sinks of metrics. In the environment separated by commas, or none.",
+            check=targets,
+            from_text=_sinks,
+        ),
+        Setting(
+            name="lineage",
+            default=MAIN_LINEAGE,
+            accepts="the name of a branch",
+            help="The branch to go on with, made by `unbroken branch`.",
+            check=check_lineage,
+        ),
+    ),
+)
+"""Every option of a Run. A new one is a row here, a key of `Options` and a field of `RunConfig`."""
 
 
 def resolve(lose_at_most: str, resume: str, options: Options) -> RunConfig:
-    """Check every option; ValueError or TypeError names the first that is wrong and what is accepted."""
-    unknown = sorted(set(options) - set(Options.__annotations__))
-    if unknown:
-        raise TypeError(f"Run() got unknown options {unknown}; known are {sorted(Options.__annotations__)}")
-    if resume not in get_args(Resume):
-        raise ValueError(f'resume={resume!r}: give "auto", "must" or "never"')
-    reduce = options.get("reduce", "ordered")
-    if reduce not in ("ordered", "ring"):
-        raise ValueError(f'reduce={reduce!r}: give "ordered" (bit-identical at any world size) or "ring" (plain DDP loop)')
-    for name in ("total_steps", "units", "threads", "keep"):
-        value = options.get(name, KEEP_NEWEST if name == "keep" else None)
-        left_out = value is None and name != "keep"
-        if not left_out and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise ValueError(f"{name}={value!r}: give a whole number of at least 1")
-    if (options.get("threads") or 0) > MAX_THREADS:
-        raise ValueError(f"threads={options['threads']!r}: at most {MAX_THREADS} per rank")
-    if (options.get("units") or 0) > MAX_UNITS:
-        raise ValueError(f"units={options['units']!r}: at most {MAX_UNITS} micro-batches make a step")
-    if options.get("seed") is not None:
-        check_seed(options["seed"])  # type: ignore[arg-type]
-    return RunConfig(
-        interval=parse_interval(lose_at_most),
-        resume=cast(Resume, resume),
-        reduce=reduce,
-        total_steps=options.get("total_steps"),
-        units=options.get("units"),
-        seed=options.get("seed"),
-        threads=options.get("threads"),
-        keep=options.get("keep", KEEP_NEWEST),
-        hang_timeout=parse_hang_timeout(options.get("hang_timeout", "auto")),
-        log_to=targets(options.get("log_to", JSON_LINES)),
-        lineage=check_lineage(options.get("lineage", MAIN_LINEAGE)),
+    """Check explicit options; ValueError or TypeError names the first that is wrong and what is accepted."""
+    return _config(check(RUN, {"lose_at_most": lose_at_most, "resume": resume, **options}))
+
+
+def configure(lose_at_most: str | None, resume: str | None, options: Options) -> RunConfig:
+    """The options of a run from wherever they are given; None is not given. Errors name the argument, the variable or file:line."""
+    explicit = {name: value for name, value in (("lose_at_most", lose_at_most), ("resume", resume)) if value is not None}
+    found = gather(RUN, explicit | dict(options), read_file(find_file()))
+    return _config({name: one.value for name, one in found.items()}, tuple(map(_told, filter(_is_foreign, found.values()))))
+
+
+def _config(values: dict[str, Any], origins: tuple[str, ...] = ()) -> RunConfig:
+    return RunConfig(interval=values.pop("lose_at_most"), origins=origins, **values)
+
+
+def _is_foreign(found: Found) -> bool:
+    return found.is_foreign
+
+
+def _told(found: Found) -> str:
+    return f"{found.setting.name}={found.given} from {found.origin}"
+
+
+class InForce(Struct, frozen=True, kw_only=True):
+    """One option as it stands outside of any script. `value` as it was written, None where it is left out."""
+
+    section: str
+    name: str
+    value: Any
+    origin: str
+    variable: str
+    help: str
+
+
+class OptionsInForce(Struct, frozen=True, kw_only=True):
+    """Everything that `unbroken doctor --config` shows. `strange_variables`: UNBROKEN_* that nothing reads, each with the nearest name."""
+
+    file: str | None
+    options: tuple[InForce, ...]
+    strange_variables: dict[str, str]
+
+
+def options_in_force(environment: dict[str, str]) -> OptionsInForce:
+    """Options of runs and of the launcher as a script that gives none would get them. ValueError where one is wrong."""
+    tables, file = (RUN, LAUNCH), read_file(find_file())
+    rows = [(table.section, found) for table in tables for found in gather(table, {}, file).values()]
+    return OptionsInForce(
+        file=file.path if file is not None else None,
+        options=tuple(
+            InForce(
+                section=section,
+                name=found.setting.name,
+                value=found.given,
+                origin=found.origin,
+                variable=found.setting.variable,
+                help=found.setting.help,
+            )
+            for section, found in rows
+        ),
+        strange_variables=strange_variables(environment, *tables),
     )

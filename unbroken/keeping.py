@@ -102,9 +102,13 @@ class Keeping:
         news = self._opening.link.committed
         return None if news is None else news.step
 
+    def expected_slot_bytes(self) -> int:
+        """Bytes of one slot, before there is any."""
+        return expected_bytes(self._opening.stack, self._pieces())
+
     def start(self) -> int:
         """Have memory for the snapshots to come, and journal how the start went; bytes of one slot."""
-        self._snapshots.reserve(expected_bytes(self._opening.stack, self._pieces()))
+        self._snapshots.reserve(self.expected_slot_bytes())
         self._journal.start(self._opening.latest_moments())
         return self._snapshots.slot_bytes
 
@@ -175,6 +179,14 @@ class Keeping:
         if wait and self._unconfirmed is not None:
             step, is_milestone = self._unconfirmed
             self._opening.link.wait_for_step(step, DRAIN_TIMEOUT_S, milestone=is_milestone)
+
+    def hand_over(self) -> None:
+        """Have this step in memory, and the daemon know all that was said so far: a Run to come goes on from it. Best effort."""
+        try:
+            if self._snapshot(milestone=False, wait_s=SLOT_WAIT_S):
+                self.phase()
+        except (UnbrokenError, OSError) as error:  # safe to go on: an older snapshot is there
+            warnings.warn(f"step {self._counters.step} was not kept: {error}", SaveWarning, stacklevel=4)
 
     def stopped(self, signal_name: str) -> None:
         """Note who asked the run to stop."""

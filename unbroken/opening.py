@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 import torch
 from torch import nn
 
@@ -20,11 +19,14 @@ from unbroken.cluster.exitcode import use_exit_codes
 from unbroken.config import RunConfig
 from unbroken.core.errors import EnvironmentChanged, LayoutMismatch, NoCheckpoint, Refused, SaveFailed, UnbrokenError, describe
 from unbroken.core.limits import NUM_SLOTS
-from unbroken.core.messages import Failed, Plan
-from unbroken.core.ports import Clock, environment
+from unbroken.core.messages import Failed, Plan, Status, StatusReply
+from unbroken.core.ports import Clock
 from unbroken.core.records import MAIN_LINEAGE
 from unbroken.data.loader import Source
+from unbroken.doctor.needs import Needs
+from unbroken.doctor.room import Room, look_around
 from unbroken.order.ledger import check_same
+from unbroken.recover.attempts import attempt, tell_launcher
 from unbroken.recover.link import Link
 from unbroken.recover.once import Once, check_key
 from unbroken.recover.start import Counters, Start, digests, fact_items
@@ -64,6 +66,7 @@ class Opening:
     num_units: int = 0
     run_id: str = ""
     done: Once = field(default_factory=Once)
+    room: Room | None = None
     _has_saved: bool = False
     _sheet: dict[str, Any] = field(default_factory=dict)
 
@@ -91,7 +94,7 @@ class Opening:
         if self.config.reduce == "ring":
             require_fixed_buckets(self.stack.parts.models, self.exchange.world_size)
         # several runs in one process (a notebook) must not meet each other's addresses in the store
-        self.exchange.connect(f"start/{environment('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_openings)}")
+        self.exchange.connect(f"start/{attempt()}/{next(_openings)}")
         together(self.exchange, lambda: self.stack.collect({}, {}, {}))  # what cannot be stored is refused before anything is made
         self.start = Start(
             directory=self.directory,
@@ -110,6 +113,7 @@ class Opening:
         self._sheet = self._fact_sheet(plan)
         if plan.source != "fresh":
             self.start.compare(self.start.stored, self.facts())
+        self.room = self._look_around()
         pieces = together(self.exchange, lambda: [*self.pieces(self.start.counters), *self.facts()])
         self.start.open(self.link, plan, pieces)
         tell_launcher(self.directory, self.config.lineage)
@@ -188,12 +192,39 @@ class Opening:
         print(f"unbroken: {where}: {origin}, generation {plan.generation}; {units}")
         memory = f"{NUM_SLOTS} slots of {mebibytes(slot_bytes)} and {mebibytes(gradient_bytes)} for gradients"
         print(f"unbroken: {self.config.interval}; memory per rank: {memory}")
+        if self.config.origins:
+            print(f"unbroken: {', '.join(self.config.origins)}")
+        self._tell_needs(slot_bytes, gradient_bytes)
         if self.source.grade != "exact":
             print(f"unbroken: the claim is limited by the data: {GRADES[self.source.grade]}", file=sys.stderr)
         for note in (*plan.notes, *self.start.notes, *self.stack.notes):
             print(f"unbroken: {note}", file=sys.stderr)
         for difference in self.start.differences:
             warnings.warn(f"not as it was at the checkpoint, the claim is limited: {difference}", EnvironmentChanged, stacklevel=5)
+
+    def _look_around(self) -> Room | None:
+        """Before any rank can have asked for slots: the opening of the generation, which comes next, waits for all."""
+        if self.exchange.rank != 0:
+            return None
+        held = self.link.ask(Status(), StatusReply)[0].facts.get("slots_bytes")
+        return look_around(self.directory, held if isinstance(held, int) else 0)
+
+    def _tell_needs(self, slot_bytes: int, gradient_bytes: int) -> None:
+        """What the host must have for this run, and a warning where it has not: before the failure."""
+        if self.room is None:
+            return
+        needs = Needs(
+            slot_bytes=slot_bytes,
+            gradient_bytes=gradient_bytes,
+            state_bytes=slot_bytes,
+            ranks=self.exchange.world_size,
+            keep=self.config.keep,
+        )
+        found = self.room.judge(needs)
+        print(f"unbroken: needs {'; '.join(one.seen for one in found)}")
+        for one in found:
+            if one.remedy:
+                print(f"unbroken: {one.name}: {one.remedy}", file=sys.stderr)
 
     def _birth_facts(self) -> dict[str, Any]:
         """What is fixed when the run is born; a run that exists answers with its own."""
@@ -284,11 +315,3 @@ def refuse_metric_schedulers(schedulers: Mapping[str, Any]) -> None:
                 "ReduceLROnPlateau needs a metric at each step, which only your loop knows: pass it as extras={'plateau': scheduler} "
                 "and call its step(metric) yourself after run.step(); its state is saved with the run"
             )
-
-
-def tell_launcher(directory: str, lineage: str = MAIN_LINEAGE) -> None:
-    """The launcher learns where the run lives, so that it can keep the daemon through restarts; a later attempt, that it was opened."""
-    path = environment("UNBROKEN_LAUNCH_FILE")
-    if path and environment("LOCAL_RANK", "0") == "0":
-        with open(path, "ab") as file:
-            file.write(msgspec.json.encode({"directory": directory, "lineage": lineage}) + b"\n")

@@ -18,7 +18,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from types import TracebackType
+from types import CodeType, TracebackType
 from typing import Any, Unpack
 from weakref import WeakValueDictionary
 
@@ -28,8 +28,9 @@ from unbroken.capture.stack import Parts, Stack, keyed_parts
 from unbroken.capture.streams import Streams
 from unbroken.chaos import arm_from_environment
 from unbroken.cluster.exitcode import use_exit_codes
+from unbroken.cluster.interrupt import Interrupt, left_by_error
 from unbroken.cluster.preempt import StopRequest
-from unbroken.config import Options, RunConfig, resolve
+from unbroken.config import Options, RunConfig, configure
 from unbroken.core.errors import EnvironmentChanged, SaveWarning, StepLost, UnbrokenError
 from unbroken.core.limits import DRAIN_TIMEOUT_S, EXIT_TIMEOUT_S
 from unbroken.core.ports import Clock, SystemClock, position
@@ -52,8 +53,9 @@ class Run:
 
     directory: folder of the run, created if missing. model, optimizer, scheduler: one, a list or a dict of them; you wrap, move and
     compile them, Run never does. data: `Batches`, or a DataLoader. extras: anything else with state (EMA, generators, dicts).
-    lose_at_most: how much work a failure may cost, "30s" or "100 steps". resume: "auto" starts fresh only where nothing is, "must"
-    never does, "never" refuses a folder that holds a run. options: see `unbroken.config.Options`.
+    lose_at_most: how much work a failure may cost, "30s" or "100 steps" (default "60s"). resume: "auto" (default) starts fresh only
+    where nothing is, "must" never does, "never" refuses a folder that holds a run. options: see `unbroken.config.Options`. What is not
+    given here comes from UNBROKEN_* variables or unbroken.toml, see docs/configuration.md.
 
     Raises NoCheckpoint (exit 3), Refused and its kinds (exit 4), ValueError and TypeError with the remedy in the text.
     """
@@ -68,14 +70,14 @@ class Run:
         scheduler: Any = None,
         scaler: Any = None,
         extras: Mapping[str, Any] | None = None,
-        lose_at_most: str = "60s",
-        resume: str = "auto",
+        lose_at_most: str | None = None,
+        resume: str | None = None,
         **options: Unpack[Options],
     ) -> None:
         self._clock: Clock = SystemClock()
         moments = {"process": self._clock.monotonic()}
         use_exit_codes()
-        self._config: RunConfig = resolve(lose_at_most, resume, options)
+        self._config: RunConfig = configure(lose_at_most, resume, options)
         self._directory = os.path.abspath(local_path(directory))
         self.model = model
         parts = Parts(
@@ -90,7 +92,7 @@ class Run:
         refuse_metric_schedulers(parts.schedulers)
         self._source: Source = as_source(data, units=self._config.units)
         seed = self._config.seed if self._config.seed is not None else int(self._source.facts().get("seed") or 0)
-        self._stop = StopRequest(self._clock)
+        self._stop, self._interrupt = StopRequest(self._clock), Interrupt()
         self._streams = Streams(seed, device)
         self._stack = Stack(parts, self._streams)
         self._owner = os.getpid()
@@ -109,7 +111,10 @@ class Run:
     # -- life ---------------------------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        opening = self._opening
+        opening, place = self._opening, f"{os.path.realpath(self._directory)}@{self._config.lineage}"
+        earlier = _open_runs.get(place)
+        if earlier is not None:
+            earlier._hand_over()
         plan, self._counters = opening.open()
         self._exchange = opening.exchange
         self._keeping = Keeping(opening, plan, self._counters, self._clock)
@@ -119,14 +124,15 @@ class Run:
         arm_from_environment(rank, plan.generation, self._keeping.phase)
         position[:] = [self._counters.step + 1, plan.generation]
         self._looping, self._pulse = False, opening.watching.pulse
+        self._loop: CodeType | None = None
+        self._versions_left: Any = None
         self._boundary_open = plan.source == "fresh"
         self._streams_at_start: dict[str, Any] | None = self._streams.read()
         self._versions: Any = self._stack.versions()
         opening.moments["align"] = self._clock.monotonic()
-        opening.announce(plan, self._stepping.gradient_bytes, self._keeping.start())
+        opening.announce(plan, self._stepping.gradient_bytes, self._keeping.expected_slot_bytes())  # before memory is taken: it may fail
+        self._keeping.start()
         atexit.register(self._at_exit)
-        place = f"{os.path.realpath(self._directory)}@{self._config.lineage}"
-        earlier = _open_runs.get(place)
         if earlier is not None:
             earlier._overtaken()
         _open_runs[place] = self
@@ -153,6 +159,19 @@ class Run:
         finally:
             self._let_go()
 
+    def _leave_loop(self) -> None:
+        """A person has left the loop (error, interrupt, break): what is whole goes into memory, as nobody knows what comes next."""
+        self._stepping.give_up()
+        if self._stepping.is_whole and not self._boundary_open:
+            self._keeping.hand_over()
+        self._versions_left = self._stack.versions()
+
+    def _hand_over(self) -> None:
+        """This process is about to open the folder again. A step whose boundary a `break` let not come counts, if nothing was touched."""
+        is_left_whole = self._boundary_open and not self._looping and self._stepping.is_whole and not left_by_error(self._loop)
+        if not self._closed and is_left_whole and self._versions_left == self._stack.versions():
+            self._keeping.hand_over()
+
     def _overtaken(self) -> None:
         """The same process has opened this folder again (a notebook's cell run twice): this object must not write any more."""
         if not self._closed:
@@ -168,6 +187,13 @@ class Run:
             self._stepping.close()
         self._opening.close()
         self._stop.remove()
+        self._interrupt.let_go()
+
+    def __repr__(self) -> str:
+        counters = getattr(self, "_counters", None)
+        done = "not started" if counters is None else f"{counters.step} steps done, loss {self.loss:.6g}"
+        state = "gave way to a newer Run" if self._is_overtaken else "closed" if self._closed else "open"
+        return f"<unbroken.Run {self._directory!r}: {done}, {state}>"
 
     def __enter__(self) -> Run:
         return self
@@ -200,11 +226,13 @@ class Run:
             # whatever the script drew or seeded since Run() was made (warm-up, sanity check) must not move the run
             self._streams.write(self._streams_at_start)
             self._streams_at_start = None
-        self._stepping.give_up()  # the loop may have been left inside one
+        with self._interrupt.waiting():
+            self._stepping.give_up()  # the loop may have been left inside one
         self._require_open()
         self._require_unchanged()
         self._looping = True
         self._stop.underway()
+        self._loop = sys._getframe(1).f_code
         try:
             self._boundary()
             if any(self._exchange.share(self._stop.requested, bool)):
@@ -216,12 +244,17 @@ class Run:
                 self._stepping.end()
                 if self._stepping.was_applied:
                     self._boundary()
+                self._interrupt.release()
         except Exception as error:  # raised again: the others must not wait for this rank, nor go on without it
             self._opening.leave(error)
             raise
         finally:
             self._looping = False
             self._pulse.mark(Phase.OUTSIDE)
+            self._interrupt.hold()
+            if hasattr(sys, "ps1") and not self._closed and os.getpid() == self._owner:
+                self._leave_loop()
+            self._interrupt.let_go()
         self.close()
 
     def _require_open(self) -> None:
@@ -255,7 +288,8 @@ class Run:
         Cost: two collectives of the gradient's size in all; see `step.update`.
         """
         self._require_open()
-        applied = self._stepping.step(self._stop.requested, clip_grad_norm, self._clock.monotonic)
+        with self._interrupt.waiting(after_success=True):  # until the boundary
+            applied = self._stepping.step(self._stop.requested, clip_grad_norm, self._clock.monotonic)
         if applied is None:
             return False
         self.loss = applied.loss

@@ -96,6 +96,8 @@ class Stepping:
             self.is_whole = self.is_whole and not self._undo.changed()
             self._put_back()
             self._cursor.repeat(self._counters.step + 1)
+        elif self._cursor.is_broken:
+            self._cursor.repeat(self._counters.step + 1)
 
     def step(self, stop: bool, clip_grad_norm: float | None, now_s: Callable[[], float]) -> Applied | None:
         """Reduce and apply; None when a collective failed and all is as at the step's beginning. `now_s` is asked when it is done."""

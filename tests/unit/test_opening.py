@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -21,13 +21,13 @@ from unbroken.core.errors import LayoutMismatch, Refused
 from unbroken.core.messages import Plan
 from unbroken.core.ports import SystemClock
 from unbroken.data.loader import Batches, as_source
+from unbroken.doctor.room import Room
 from unbroken.opening import (
     EnvironmentChanged,
     Opening,
     device_of,
     refuse_metric_schedulers,
     refuse_sync_batch_norm,
-    tell_launcher,
 )
 from unbroken.recover.start import Counters, Start, fact_items
 from unbroken.step.exchange import Exchange
@@ -187,6 +187,28 @@ def test_the_start_is_told_once_with_everything_that_limits_the_claim(capsys: py
     assert err == "unbroken: step 5 was damaged\nunbroken: streams start anew\n"
 
 
+def test_what_the_host_must_have_is_told_and_a_lack_of_it_before_the_failure(capsys: pytest.CaptureFixture[str]) -> None:
+    made, plan = opening(), Plan(generation=0, step=0, source="fresh", options={"threads": 1})
+    made.room = Room(available_bytes=2 << 20, held_bytes=1 << 20, free_bytes=9 << 20, stored_bytes=0)
+    made.announce(plan, 1 << 20, 1 << 20)
+    out, err = capsys.readouterr()
+    assert "unbroken: needs 3.0 MiB of memory for 1 ranks, 3.0 MiB are available; up to 4.0 MiB on disk for 4 checkpoints" in out
+    assert err == ""
+    made.room = Room(available_bytes=1 << 20, held_bytes=0, free_bytes=3 << 20, stored_bytes=0)
+    made.announce(plan, 1 << 20, 1 << 20)
+    out, err = capsys.readouterr()
+    assert "needs 3.0 MiB of memory for 1 ranks, 1.0 MiB are available; up to 4.0 MiB on disk" in out
+    assert "unbroken: memory of the run: this does not fit: fewer ranks per host" in err
+    assert "unbroken: disk of the run: this does not fit: free space" in err
+
+
+def test_what_the_script_does_not_show_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    made = opening()
+    made.config = replace(made.config, origins=("keep=5 from UNBROKEN_KEEP", "units=2 from /a/unbroken.toml:3"))
+    made.announce(Plan(generation=0, step=0, source="fresh", options={"threads": 1}), 0, 0)
+    assert "unbroken: keep=5 from UNBROKEN_KEEP, units=2 from /a/unbroken.toml:3\n" in capsys.readouterr().out
+
+
 def test_I10_a_fresh_start_says_that_it_is_one(capsys: pytest.CaptureFixture[str]) -> None:
     opening().announce(Plan(generation=0, step=0, source="fresh", options={"threads": 1}), 0, 0)
     assert "runs/x: a fresh start, generation 0" in capsys.readouterr().out
@@ -201,19 +223,6 @@ def test_I13_each_difference_is_a_warning(capsys: pytest.CaptureFixture[str]) ->
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         opening().announce(Plan(generation=1, step=4, source="disk", options={"threads": 1}), 0, 0)
-
-
-def test_the_launcher_is_told_where_the_run_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tell_launcher("nobody asks")
-    launch = tmp_path / "launch.jsonl"
-    monkeypatch.setenv("UNBROKEN_LAUNCH_FILE", str(launch))
-    for rank, directory in (("0", "/a"), ("1", "/b"), ("0", "/c d\n")):
-        monkeypatch.setenv("LOCAL_RANK", rank)
-        tell_launcher(directory)
-    assert [msgspec.json.decode(line) for line in launch.read_bytes().splitlines()] == [
-        {"directory": "/a", "lineage": "main"},
-        {"directory": "/c d\n", "lineage": "main"},
-    ]
 
 
 def test_what_was_never_opened_can_be_closed() -> None:

@@ -25,15 +25,11 @@ from unbroken.cluster.decide import Failure, Options, exit_code
 from unbroken.cluster.devices import Devices, visible
 from unbroken.cluster.elastic import ElasticAgent, Surroundings
 from unbroken.cluster.forked import ForkServer
+from unbroken.cluster.settings import LAUNCH, modules
 from unbroken.cluster.signals import ALWAYS, Interrupted, SignalInbox, named
 from unbroken.cluster.witness import Witness
 from unbroken.core.ports import SystemClock, environment, whole_environment
-
-GRACE_S = 25.0
-"""What workers get to finish their step and commit after a signal; UNBROKEN_GRACE_S sets another value.
-
-Slurm and Kubernetes kill everything 30 s after their signal: by then the daemon must have written what workers left in memory.
-"""
+from unbroken.core.settings import find_file, gather, read_file
 
 LAUNCH_FILE = "UNBROKEN_LAUNCH_FILE"
 """Path of the file in which the workers name their run's folder; by it, being unique, a process is known as one of this launch."""
@@ -45,10 +41,6 @@ HARMLESS_SIGNAL = "SIGURG"
 """TorchElastic insists on taking over at least one signal; it gets one that nobody sends."""
 
 
-PRELOAD = "torch,torch._dynamo,unbroken.session"
-"""What takes longest to import in a worker, `torch._dynamo` with the first optimizer: seconds that a restart need not wait for."""
-
-
 class Command(Struct, frozen=True, kw_only=True):
     """A parsed command line."""
 
@@ -58,6 +50,7 @@ class Command(Struct, frozen=True, kw_only=True):
     end_signals: str
     preload: tuple[str, ...]
     devices: Devices
+    grace_s: float
     wants_json: bool
     log_dir: str | None
 
@@ -94,7 +87,7 @@ def parser() -> ArgumentParser:
     made.add_argument("--json", action="store_true", help="Print how it ended as one JSON object on the last line.")
     made.add_argument(
         "--preload",
-        default=PRELOAD,
+        default=None,
         metavar="MODULES",
         help="Modules that a warm server imports once and workers are forked from, separated by commas; empty: start each from nothing.",
     )
@@ -123,8 +116,13 @@ def parse(argv: Sequence[str], scratch: str) -> Command:
         made.error("--run-path is not supported: give the script itself")
     if not (args.module or args.no_python or os.path.exists(args.training_script)):
         made.error(f"no such script: {args.training_script}")
-    given = args.max_restarts is not None
-    args.max_restarts = args.max_restarts if given else Options().max_restarts
+    try:
+        settings = gather(LAUNCH, {} if args.preload is None else {"preload": args.preload}, read_file(find_file()))
+    except ValueError as error:
+        made.error(str(error))
+    budget = settings["max_restarts"].value if args.max_restarts is None else args.max_restarts
+    given = budget is not None
+    args.max_restarts = budget if given else Options().max_restarts
     log_dir = args.log_dir
     args.log_dir = log_dir or os.path.join(scratch, "logs")
     end_signals = args.signals_to_handle
@@ -161,8 +159,9 @@ def parse(argv: Sequence[str], scratch: str) -> Command:
             max_workers=local_world_size,
         ),
         end_signals=end_signals,
-        preload=tuple(name for name in (word.strip() for word in args.preload.split(",")) if name),
+        preload=modules(settings["preload"].value),
         devices=devices,
+        grace_s=settings["grace_s"].value,
         wants_json=args.json,
         log_dir=log_dir,
     )
@@ -214,7 +213,7 @@ def _run(command: Command, launch_file: str, say: Callable[[str], None]) -> Outc
         inbox=inbox,
         clock=clock,
         say=say,
-        grace_s=_grace_s(),
+        grace_s=command.grace_s,
         num_nodes_max=config.max_nodes,
         mark=f"{LAUNCH_FILE}={launch_file}",
         stop_file=os.environ["UNBROKEN_STOP_FILE"],
@@ -263,17 +262,6 @@ def _run(command: Command, launch_file: str, say: Callable[[str], None]) -> Outc
         committed=committed,
         evicted=tuple(str(failure.place) for failure in agent.history if failure.evicted),
     )
-
-
-def _grace_s() -> float:
-    given = environment("UNBROKEN_GRACE_S", str(GRACE_S))
-    try:
-        seconds = float(given)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < float("inf"):
-        raise ValueError(f"UNBROKEN_GRACE_S is {given!r}: give a number of seconds, 0 or more")
-    return seconds
 
 
 def _set_environment(launch_file: str, end_signals: set[signal.Signals]) -> None:

@@ -15,7 +15,7 @@ import traceback
 from datetime import datetime, timezone
 from importlib.machinery import SourceFileLoader
 from types import ModuleType, TracebackType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from unbroken.core.errors import UnbrokenError
 from unbroken.core.os import die_with_parent
@@ -38,8 +38,8 @@ def main(argv: list[str]) -> NoReturn:
     sys.argv = argv
     try:
         _run_module(argv[0]) if how == "-m" else _run_script(argv[0])
-    except SystemExit:
-        raise
+    except SystemExit as end:
+        sys.exit(_hidden_code(end))
     except BaseException as error:  # noqa: BLE001  (reported exactly as the interpreter would, then the process ends)
         _report(error)
         sys.exit(_exit_code(error))
@@ -51,6 +51,15 @@ def _exit_code(error: BaseException) -> int:
     if isinstance(error, UnbrokenError):
         return error.exit_code
     return 130 if isinstance(error, KeyboardInterrupt) else 1
+
+
+def _hidden_code(end: SystemExit) -> Any:
+    """A framework (Hydra) that prints an error and ends with 1 must not hide it from the launcher, nor a code of ours."""
+    hidden = end.__context__
+    if end.code != 1 or not isinstance(hidden, Exception):
+        return end.code
+    _write_error_file(hidden, _programs_frames(hidden.__traceback__))
+    return _exit_code(hidden)
 
 
 def _tie_to_launcher() -> None:

@@ -180,3 +180,5 @@ MAX_ONCE_KEYS = 4096
 
 LOG_CLOSE_S = 15.0
 """Closing a run waits this long for its sinks: they must be done before a launcher's grace period (30 s) is over."""
+MAX_SETTINGS_BYTES = 1 << 20
+"""An unbroken.toml larger than this is not one."""

@@ -19,6 +19,8 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from unbroken.core.cgroups import limits
+
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -201,17 +203,20 @@ def fill_memory(fd: int, offset: int, size_bytes: int) -> None:
 
 def available_memory_bytes() -> int:
     """Memory that can still be had here without swapping: the host's, or what this process's container has left of its limit."""
-    available = 1 << 62
+    _, available = host_memory_bytes()
+    free = limits().memory_free_bytes
+    return available if free is None else min(available, free)
+
+
+def host_memory_bytes() -> tuple[int, int]:
+    """(all memory, what can be had without swapping) of the host, whatever a container allows."""
+    found = {"MemTotal": 1 << 62, "MemAvailable": 1 << 62}
     with open("/proc/meminfo", encoding="ascii") as f:
         for line in f:
-            if line.startswith("MemAvailable:"):
-                available = int(line.split()[1]) * 1024
-    try:
-        with open("/sys/fs/cgroup/memory.max", encoding="ascii") as f, open("/sys/fs/cgroup/memory.current", encoding="ascii") as g:
-            available = min(available, max(0, int(f.read()) - int(g.read())))
-    except (OSError, ValueError):  # no limit ("max"), or not this kind of container
-        pass
-    return available
+            name, _, rest = line.partition(":")
+            if name in found:
+                found[name] = int(rest.split()[0]) * 1024
+    return found["MemTotal"], found["MemAvailable"]
 
 
 def peer_credentials(connection: socket.socket) -> tuple[int, int]:

@@ -16,6 +16,7 @@ class Cursor:
         self.block = block
         self._units: Iterator[Unit] = iter(())
         self._ahead: Unit | None = None
+        self.is_broken = False
 
     def start(self, step: int, state: Mapping[str, Any]) -> None:
         """The next unit belongs to `step`; `state` is the loader's own as it was at the boundary before, {} if it needs none."""
@@ -28,12 +29,14 @@ class Cursor:
     def repeat(self, step: int) -> None:
         """Hand out the units of `step` (again)."""
         self._source.seek(step)
-        self._units, self._ahead = self._source.units(), None
+        self._units, self._ahead, self.is_broken = self._source.units(), None, False
 
     def has_step(self) -> bool:
         """False when the data have ended. Loads the step's first unit: call it after the boundary, whose position it must not move."""
         if self._ahead is None:
+            self.is_broken = True  # an error or an interrupt ends the iterator: what it had left must not be taken for the data's end
             self._ahead = next(self._units, None)
+            self.is_broken = False
         return not len(self.block) or self._ahead is not None
 
     def take(self, step: int, number: int) -> Unit:

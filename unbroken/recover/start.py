@@ -19,10 +19,11 @@ from unbroken.capture.stack import Pieces, Stack
 from unbroken.capture.tree import Item, flatten, rebuild, write_item
 from unbroken.codec.digest import digest, state_root
 from unbroken.core import os as host
-from unbroken.core.errors import CheckFailed, Damaged, Refused
+from unbroken.core.errors import CheckFailed, Damaged, NoCheckpoint, Refused
 from unbroken.core.messages import Bad, Begin, Hello, Opened, Plan
 from unbroken.core.ports import Clock, Tier, environment
 from unbroken.core.records import MAIN_LINEAGE, Piece
+from unbroken.recover.attempts import attempt, must_find, opened_so_far
 from unbroken.recover.link import Link
 from unbroken.recover.once import Once
 from unbroken.recover.sources import Loaded, check_frozen, from_disk, from_memory
@@ -31,6 +32,9 @@ from unbroken.step.exchange import Exchange
 
 MAX_DIFFERENCES = 64
 """Told at a start, journalled and certified; the rest is counted. All of them must fit into one message."""
+
+RELATIVE = "A relative path means another folder in each working directory (Hydra makes one per start): give an absolute path"
+"""What to do where a run is not where it was, or not where the other ranks look."""
 
 MAX_DIFFERENCE_CHARS = 300
 MAX_REASON_CHARS = 4000
@@ -88,9 +92,12 @@ class Start:
     def connect(self) -> Link:
         """Reach the daemon of this host; rank 0 starts it. Refused when the ranks are on several hosts."""
         exchange = self.exchange
-        hosts = sorted(set(exchange.share(host.boot_id(), str)))
+        told = exchange.share((host.boot_id(), os.path.realpath(self.directory)), tuple[str, str])
+        hosts, folders = sorted({boot for boot, _ in told}), sorted({folder for _, folder in told})
         if len(hosts) > 1:
             raise Refused(f"the ranks of this run are on {len(hosts)} hosts; this version runs on one host: use --nnodes=1")
+        if len(folders) > 1:
+            raise ValueError(f"the ranks name {len(folders)} run folders, {folders[0]} and {folders[1]}: give all the same one. {RELATIVE}")
         hello = Hello(
             role="worker",
             pid=host.current_pid(),
@@ -109,14 +116,14 @@ class Start:
 
     def plan(self, link: Link) -> Plan:
         """Rank 0 asks where to start; all learn the answer, or its refusal."""
-        restarts = int(environment("TORCHELASTIC_RESTART_COUNT", "0") or "0") if _opened_before() else 0
+        restarts, elsewhere = must_find(self.directory, attempt(), opened_so_far())
         question = Begin(
             world_size=self.exchange.world_size,
             resume=self.resume,  # type: ignore[arg-type]
             options=self.options,
             restart_count=restarts,
         )
-        return self._from_rank_0(lambda: link.ask(question, Plan)[0])
+        return self._from_rank_0(lambda: self._ask_for_plan(link, question, elsewhere))
 
     def load(self, link: Link, plan: Plan, adopt: Callable[[Plan], None]) -> Plan:
         """Load and put back what the plan names, planning anew around damage; the plan that held, whose notes say what was passed over.
@@ -174,6 +181,14 @@ class Start:
         joined = sorted({d for part in self.exchange.share(found, list[str]) for d in part})
         more = [f"and {len(joined) - MAX_DIFFERENCES} more"] if len(joined) > MAX_DIFFERENCES else []
         self.differences = (*joined[:MAX_DIFFERENCES], *more)
+
+    def _ask_for_plan(self, link: Link, question: Begin, elsewhere: str) -> Plan:
+        try:
+            return link.ask(question, Plan)[0]
+        except NoCheckpoint as error:
+            moved = f"; the attempt before trained in {elsewhere}" if elsewhere else ""
+            hint = f"{moved}. {RELATIVE}" if question.restart_count else ""
+            raise NoCheckpoint(f"{self.directory}: {error}{hint}") from None
 
     def _read(self, link: Link, plan: Plan) -> tuple[Loaded | None, _Found]:
         """What this rank needs, or what is wrong with it. Damage can be planned around; any other error ends the start on all ranks."""
@@ -254,12 +269,6 @@ class Start:
         tables = self.exchange.share(digests, dict[str, str])
         wrong = sorted(p for p in tables[0] if any(t.get(p) != tables[0][p] for t in tables))
         return wrong + sorted({p for t in tables for p in t} - set(tables[0]))
-
-
-def _opened_before() -> bool:
-    """Has an earlier attempt of this launch opened the run? Without our launcher nobody knows, and a restart then implies that it has."""
-    path = environment("UNBROKEN_LAUNCH_FILE")
-    return not path or (os.path.exists(path) and os.path.getsize(path) > 0)
 
 
 def _is_checked(piece: Piece) -> bool:

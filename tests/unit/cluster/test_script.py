@@ -97,6 +97,26 @@ def test_notes_stand_below_the_message_and_a_syntax_error_is_one_line(tmp_path: 
     assert texts == ["ValueError: boom\nwhile loading sample 3", "SyntaxError: invalid syntax"]
 
 
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [("ValueError('boom')", 1), ("__import__('unbroken').NoCheckpoint('boom')", 3), ("__import__('unbroken').Refused('boom')", 4)],
+)
+def test_an_error_that_a_framework_turns_into_an_exit_is_left_for_the_launcher(tmp_path: Path, error: str, code: int) -> None:
+    """Hydra prints what its main function raises, and ends with 1."""
+    (tmp_path / "p.py").write_text(f"import sys\ntry:\n    raise {error}\nexcept Exception:\n    sys.exit(1)\n")
+    done = worker(tmp_path, "p.py", TORCHELASTIC_ERROR_FILE=str(tmp_path / "error.json"))
+    assert done.returncode == code
+    assert json.loads((tmp_path / "error.json").read_text())["message"]["message"].endswith("boom")
+
+
+@pytest.mark.parametrize("end", ["sys.exit(7)", "sys.exit('bye')", "sys.exit(0)", "sys.exit(1) if False else sys.exit()"])
+def test_an_exit_that_means_something_else_keeps_its_code(tmp_path: Path, end: str) -> None:
+    (tmp_path / "p.py").write_text(f"import sys\ntry:\n    raise ValueError\nexcept ValueError:\n    {end}\n")
+    plain, ours = run(tmp_path, "p.py"), worker(tmp_path, "p.py", TORCHELASTIC_ERROR_FILE=str(tmp_path / "error.json"))
+    assert (ours.returncode, ours.stderr) == (plain.returncode, plain.stderr)
+    assert not (tmp_path / "error.json").exists()
+
+
 def test_an_error_that_cannot_be_written_down_hides_nothing(tmp_path: Path) -> None:
     (tmp_path / "p.py").write_text("raise ValueError('boom')\n")
     done = worker(tmp_path, "p.py", TORCHELASTIC_ERROR_FILE=str(tmp_path / "missing" / "error.json"))

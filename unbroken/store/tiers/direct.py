@@ -26,6 +26,11 @@ class BlockWriter:
         self._filled = self._size = 0
         self._may_be_direct = True
 
+    @property
+    def is_direct(self) -> bool:
+        """Has the file system done without its cache so far?"""
+        return self._may_be_direct
+
     def add(self, part: Buffer) -> None:
         """Append."""
         view, at = memoryview(part).cast("B"), 0
