@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, TypedDict, cast, get_args
 
 from unbroken.core.limits import KEEP_NEWEST, MAX_THREADS, MAX_UNITS
 from unbroken.order.streams import check_seed
+from unbroken.step.anomalies import Anomalies
 
 Resume = Literal["auto", "must", "never"]
 Reduce = Literal["ordered", "ring"]
@@ -18,7 +19,8 @@ class Options(TypedDict, total=False):
 
     total_steps: stop after this many steps. units: micro-batches per step, fixed at birth (default: smallest power of two that is at
     least the world size and divides the global batch). seed: of the random streams inside units (default: the data's). threads:
-    intra-op threads per rank, fixed at birth (default 1 on CPU). keep: newest checkpoints kept besides milestones.
+    intra-op threads per rank, fixed at birth (default 1 on CPU). keep: newest checkpoints kept besides milestones. anomalies: what is
+    done about NaN and loss spikes, an `unbroken.Anomalies`.
     """
 
     total_steps: int | None
@@ -27,6 +29,7 @@ class Options(TypedDict, total=False):
     threads: int | None
     keep: int
     reduce: Reduce
+    anomalies: Anomalies
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +62,7 @@ class RunConfig:
     seed: int | None = None
     threads: int | None = None
     keep: int = KEEP_NEWEST
+    anomalies: Anomalies = field(default_factory=Anomalies)
 
 
 _UNITS_S = dict.fromkeys(("s", "sec", "second", "seconds"), 1.0)
@@ -92,6 +96,9 @@ def resolve(lose_at_most: str, resume: str, options: Options) -> RunConfig:
         left_out = value is None and name != "keep"
         if not left_out and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise ValueError(f"{name}={value!r}: give a whole number of at least 1")
+    anomalies = options.get("anomalies", Anomalies())
+    if not isinstance(anomalies, Anomalies):
+        raise TypeError(f"anomalies={anomalies!r}: give unbroken.Anomalies(...), or leave it out")
     if (options.get("threads") or 0) > MAX_THREADS:
         raise ValueError(f"threads={options['threads']!r}: at most {MAX_THREADS} per rank")
     if (options.get("units") or 0) > MAX_UNITS:
@@ -107,4 +114,5 @@ def resolve(lose_at_most: str, resume: str, options: Options) -> RunConfig:
         seed=options.get("seed"),
         threads=options.get("threads"),
         keep=options.get("keep", KEEP_NEWEST),
+        anomalies=anomalies,
     )

@@ -82,7 +82,19 @@ class Keeping:
     def flags(self, stop: bool) -> Flags:
         """What this rank says with the coming step. Rank 0 decides about snapshots one step ahead, so that it travels along."""
         due = self._rank == 0 and self._snapshots.has_room() and self._pace.due_after(self._counters.step + 2)
-        return Flags(stop, due, self._opening.link.lost is not None)
+        link = self._opening.link
+        return Flags(stop, due, link.lost is not None, link.poisoned_step)
+
+    @property
+    def poison(self) -> str:
+        """What the daemon found in a snapshot of this generation, "" if nothing."""
+        return self._opening.link.poison
+
+    @property
+    def committed(self) -> int:
+        """Newest step that the daemon has told of as committed, -1 if none."""
+        committed = self._opening.link.committed
+        return -1 if committed is None else committed.step
 
     def stepped(self, attempt: int, applied: Applied, now_s: float) -> None:
         """A step has been applied by all."""
@@ -96,8 +108,11 @@ class Keeping:
         refuse = Refuse(generation=self.generation, step=step, attempt=attempt, rank=self._rank, reason=str(why)[:1000])
         return self._opening.link.retry(refuse, why)
 
-    def boundary(self, told: list[Flags], *, last: bool) -> bool:
-        """The boundary of the step just applied; `told` came with it. True when a rank was asked to stop and all is committed."""
+    def boundary(self, told: list[Flags], *, last: bool, put_off: bool = False) -> bool:
+        """The boundary of the step just applied; `told` came with it. True when a rank was asked to stop and all is committed.
+
+        put_off: no snapshot that merely is due is taken now; it is at the next boundary.
+        """
         self._opening.link.poll()
         first, stop = self._counters.step == 0, any(rank.stop for rank in told)
         urgent = stop or last or self._wanted is not None
@@ -106,10 +121,10 @@ class Keeping:
         if self._wanted is not None:
             wanted, self._wanted = self._wanted, None
             self.save(*wanted)
-        elif first or urgent or self._pace.due:
+        elif first or urgent or (self._pace.due and not put_off):
             self._snapshot(milestone=False, wait_s=DRAIN_TIMEOUT_S if urgent else SLOT_WAIT_S)
         if not first:
-            self._pace.due = told[0].snapshot_next
+            self._pace.due = told[0].snapshot_next or (self._pace.due and put_off)
         return stop
 
     def want(self, milestone: bool, wait: bool) -> None:
@@ -129,6 +144,14 @@ class Keeping:
     def stopped(self, signal_name: str) -> None:
         """Note who asked the run to stop."""
         self._journal.event("stopped", self._counters.step, signal=signal_name)
+
+    def note(self, name: str, *, step: int, **facts: str) -> None:
+        """Journal an event."""
+        self._journal.event(name, step, **facts)
+
+    def leave(self) -> None:
+        """Another generation goes on, in this process: let this one's memory go."""
+        self._snapshots.close()
 
     def close(self, timeout_s: float = DRAIN_TIMEOUT_S, *, whole: bool = True) -> None:
         """Save what is not saved yet, if the state is `whole`; wait until it is durable, say what was not."""

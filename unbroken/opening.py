@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from unbroken.capture import facts
+from unbroken.capture.finite import first_poison
 from unbroken.capture.stack import Stack
 from unbroken.capture.tree import Item
 from unbroken.cluster.exitcode import use_exit_codes
@@ -89,18 +90,53 @@ class Opening:
             clock=self.clock,
             resume=self.config.resume,
             options=self._birth_facts(),
+            allow_nonfinite=self.config.anomalies.nan == "ignore",
         )
         self.link = self.start.connect()
         self.moments["rendezvous"] = self.clock.monotonic()
-        plan = self.start.load(self.link, self.start.plan(self.link), self._adopt)
+        plan = self._load(self.start.plan(self.link))
+        tell_launcher(self.directory)
+        self.run_id, self._has_saved = plan.run_id, plan.source != "fresh"
+        return plan, self.start.counters
+
+    def go_back(self, at_most: int) -> tuple[Plan, Counters]:
+        """Start anew in mid-run, from `at_most` or an earlier step; all ranks call it. As `open`, with the process and its groups kept.
+
+        NoCheckpoint when nothing that old is left; SaveFailed when this run is not in its folder any more.
+        """
+        self.moments["process"] = self.clock.monotonic()
+        failures = [failure for failure in self.link.failures if not failure.poisoned]
+        self.link.close()
+        together(self.exchange, self._require_own_run if self.exchange.rank == 0 else lambda: None)
+        self.link = self.start.connect()
+        self.link.failures += failures
+        self.start.resume, self.start.notes = "must", ()
+        self.moments["rendezvous"] = self.clock.monotonic()
+        plan = self._load(self.start.plan(self.link, at_most))
+        self.stack.notes.clear()  # of options that the script has set since: they are put back
+        self.link.poll()
+        self.link.forget_poison()  # of the generation that was left
+        return plan, self.start.counters
+
+    def _load(self, asked: Plan) -> Plan:
+        plan = self.start.load(self.link, asked, self._adopt)
         self._sheet = self._fact_sheet(plan)
         if plan.source != "fresh":
             self.start.compare(self.start.stored, self.facts())
+        elif self.config.anomalies.nan != "ignore":
+            self._require_finite()
         self.start.open(self.link, plan, [*self.pieces(self.start.counters), *self.facts()])
-        tell_launcher(self.directory)
         self.moments["rollback"] = self.clock.monotonic()
-        self.run_id, self._has_saved = plan.run_id, plan.source != "fresh"
-        return plan, self.start.counters
+        return plan
+
+    def _require_finite(self) -> None:
+        """ValueError where the state that a run is born with would be taken for poison later."""
+        found = first_poison(self.pieces(self.start.counters))
+        if found:
+            raise ValueError(
+                f"{found} before the first step: mend how it is made, or, if that is meant, make it a buffer (infinities) or give "
+                'anomalies=unbroken.Anomalies(nan="ignore")'
+            )
 
     def reattach(self) -> Plan:
         """Start and join a new daemon in mid-run; all ranks call it at one boundary. The live state is kept, nothing is loaded.
@@ -146,7 +182,7 @@ class Opening:
     def changed_parameters(self) -> list[str]:
         """Names of the parameters that are not what the generation was opened with. Cost: a pass over all parameters."""
         before = self.start.opened_with
-        items = [i for i in self.pieces(self.start.counters) if i.piece.kind == "parameter"]
+        items = [i for i in self.pieces(self.start.counters) if i.piece.kind in ("parameter", "frozen")]
         now = digests(items)
         return [p.removeprefix("/model/parameters/") for p in sorted(now) if before.get(p) != now[p]]
 

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 
@@ -177,6 +178,9 @@ class Stack:
 
     def _model_items(self) -> list[Item]:
         items = flatten(self._tensors(names.parameters), "/model/parameters", kind="parameter")
+        for item in items:  # an alias's data are bytes; what no step may change may hold -inf, as a mask does
+            if isinstance(item.data, torch.Tensor) and not item.data.requires_grad:
+                item.piece = msgspec.structs.replace(item.piece, kind="frozen")
         items += flatten(self._tensors(names.buffers), "/model/buffers", kind="buffer")
         modes = {key: {n: m.training for n, m in names.modules(model)} for key, model in self.parts.models.items()}
         items += flatten(_folded(modes), "/model/modes", kind="mode")

@@ -11,8 +11,8 @@ from msgspec import Struct
 
 Decision = Literal["restart", "stop", "done"]
 
-FINAL_EXIT_CODES = (3, 4)
-"""NoCheckpoint and Refused: starting again would meet the same folder in the same state."""
+FINAL_EXIT_CODES = (3, 4, 5)
+"""NoCheckpoint, Refused and GaveUp: starting again would meet the same folder in the same state."""
 
 
 class Failure(Struct, frozen=True, kw_only=True):

@@ -79,3 +79,9 @@ MAX_EPOCHS_PER_STEP = 1024
 
 MAX_DESCRIPTION_CHARS = 4000
 """Of an error in words: it goes into messages and journal lines, which have a limit."""
+
+MAX_REASON_CHARS = 300
+"""Of why a step was skipped: it stands in the journal line of the step."""
+
+MAX_SKIPPED_WINDOWS = 16
+"""Windows of steps passed over that a run's state remembers: those before the newest checkpoints matter to nobody."""

@@ -116,6 +116,7 @@ class RunFolder:
         self._notes: list[str] = []
         self._news: list[str] = []
         self._keep: int | None = None
+        self.allow_nonfinite = False
         self._turn = threading.Lock()
 
     @property
@@ -139,7 +140,7 @@ class RunFolder:
         `last_applied` is the newest step of the generation that ended, None if this daemon did not see it. A collection in progress is
         waited for: it ends after the file it is just removing.
         """
-        self._keep = request.options.get("keep")
+        self._keep, self.allow_nonfinite = request.options.get("keep"), request.allow_nonfinite
         if request.world_size < 1:
             raise ValueError(f"world_size {request.world_size}: must be at least 1")
         self._tier.is_starting = True  # from here on nothing is removed until `opened`: it may be what this start loads (I2)
@@ -272,6 +273,7 @@ class RunFolder:
                 state=state,
                 restart_count=request.restart_count,
                 witnessed=witnessed,
+                at_most=request.at_most,
             )
 
     def _condemn(self, choice: Choice, message: Bad) -> None:

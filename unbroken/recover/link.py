@@ -49,6 +49,7 @@ class Link:
         self.committed: Committed | None = None
         self.failures: list[Failed] = []
         self.superseded: list[Failed] = []
+        self.poison, self.poisoned_step = "", 0
         self._newest: dict[bool, int] = {}
         self._refusal = ""
         self.lost: str | None = None
@@ -93,6 +94,11 @@ class Link:
         if not verdict.retry:
             raise StepLost(f"step {refuse.step} cannot be tried again in place: {verdict.reason} ({why})") from why
         return verdict.attempt
+
+    def forget_poison(self) -> None:
+        """What was told of poisoned snapshots concerns this run no more."""
+        self.poison, self.poisoned_step = "", 0
+        self.failures = [failure for failure in self.failures if not failure.poisoned]
 
     def poll(self) -> None:
         """Take in what has arrived, without waiting. A failed save becomes one warning."""
@@ -185,6 +191,10 @@ class Link:
             self.superseded.append(message)
         elif isinstance(message, Failed):
             self.failures.append(message)
+            if message.poisoned:  # the run goes back, and says so
+                if not self.poison or message.step < self.poisoned_step:
+                    self.poison, self.poisoned_step = message.text, message.step
+                return
             warnings.warn(f"checkpoint of step {message.step} not saved, training goes on: {message.text}", SaveWarning, stacklevel=4)
         elif isinstance(message, Error):  # nobody waits for it: a snapshot or a journal record was refused
             self._refusal = f"{message.kind}: {message.text}"

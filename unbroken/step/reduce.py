@@ -32,7 +32,10 @@ Sums = list[torch.Tensor | None]
 
 
 class UnitFacts(Struct, frozen=True, array_like=True):
-    """What travels with a unit: sample digest, weight, float64 loss bits (hex), and a digest of its integer buffers ("" if untouched)."""
+    """What travels with a unit: sample digest, weight, float64 loss bits (hex), and a digest of its integer buffers ("" if untouched).
+
+    `loss` is "" where the script did not tell it.
+    """
 
     unit: int
     digest: str
@@ -42,11 +45,16 @@ class UnitFacts(Struct, frozen=True, array_like=True):
 
 
 class Flags(Struct, frozen=True, array_like=True):
-    """What each rank sends with its units: asked to stop, a snapshot at the boundary after next (rank 0), its daemon has gone."""
+    """What each rank sends with its units: asked to stop, a snapshot at the boundary after next (rank 0), its daemon has gone.
+
+    `poisoned`: a step whose state it has learned to be non-finite, 0 for none; `bad_norm`: so was the clip norm of the step before.
+    """
 
     stop: bool = False
     snapshot_next: bool = False
     daemon_lost: bool = False
+    poisoned: int = 0
+    bad_norm: bool = False
 
 
 class RankFacts(Struct, frozen=True, array_like=True):

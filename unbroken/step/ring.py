@@ -68,10 +68,10 @@ class RingUpdate(Update):
 
     def reduce(self, flags: Flags) -> Reduced:
         """Tell all ranks what each has computed; rank 0's buffers become everybody's, as DDP would make them at the next forward."""
-        unknown = float("nan")  # a plain loop need not tell us its loss
-        losses = [u.loss.item() if u.loss is not None else unknown if u.weight else 0.0 for u in self.collected]
-        units = tuple(UnitFacts(u.unit, u.digest, u.weight, bits(loss), "") for u, loss in zip(self.collected, losses, strict=True))
-        facts = self._exchange.share(RankFacts(units=units, flags=flags), RankFacts)
+        unknown = ""  # a plain loop need not tell us its loss
+        losses = [bits(u.loss.item()) if u.loss is not None else unknown if u.weight else bits(0.0) for u in self.collected]
+        units = tuple(UnitFacts(u.unit, u.digest, u.weight, loss, "") for u, loss in zip(self.collected, losses, strict=True))
+        facts = self._exchange.share(RankFacts(units=units, flags=self._with_norm(flags)), RankFacts)
         self._buffers.settle()
         for buffer in self._buffers.all:
             flat = buffer.detach().contiguous().flatten().view(torch.uint8)

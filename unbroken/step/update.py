@@ -11,9 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import msgspec
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from unbroken.capture.finite import fault_of
 from unbroken.capture.stack import Stack
 from unbroken.codec.digest import text_digest
 from unbroken.core.ports import failpoint
@@ -25,13 +27,17 @@ from unbroken.step.reduce import Flags, OrderedReduction, RankFacts, Reduced, Un
 
 @dataclass(frozen=True)
 class Applied:
-    """What a step did: `loss` is the weighted mean over its units in unit order; `status` "skipped" after a scaler overflow."""
+    """What a step did: `loss` is the weighted mean over its units in unit order; NaN where the script did not tell it.
+
+    `status` "skipped": weights untouched, after an overflow of the scaler, or because of an anomaly, which `reason` names.
+    """
 
     loss: float
     loss_bits: str
     status: Literal["applied", "skipped"]
     num_samples: int
     units: tuple[str, ...]
+    reason: str = ""
 
 
 def bits(value: float) -> str:
@@ -60,7 +66,8 @@ class Update:
     """Holds one step's gradients until they are applied.
 
     Cost in the step path: an addition of gradients per unit but the first, the collectives of `OrderedReduction.reduce`; nothing is
-    copied into `.grad`. Float buffers travel with the gradients. On accelerators the losses and facts are read once per step.
+    copied into `.grad`. Float buffers travel with the gradients. On accelerators the losses and facts are read once per step, and the
+    clip norm with those of the next one (`reads_norm` is False): reading it at once would wait for the device.
     `full_weight`: samples of a full step (default: one per unit).
     """
 
@@ -78,6 +85,8 @@ class Update:
         self._applying = [False]  # the hooks hold this and `_ran`, not us: an optimizer may outlive the run
         self._undone: list[Callable[[], None]] = []
         self._epochs: list[Any] | None = None
+        self.reads_norm = exchange.device.type == "cpu"
+        self._unread: torch.Tensor | None = None
         for optimizer in stack.parts.optimizers.values():
             self._undone += [hook.remove for hook in _step_hooks(optimizer, self._applying, self._ran)]
         for model in stack.parts.models.values():
@@ -151,10 +160,11 @@ class Update:
         """The collective phase. Raises ExchangeFailed; the state is then still that of the step's beginning."""
         self._buffers.rewind()
         units, raw = [], b""
+        told = self._read_facts()
         num_floats = len(self._buffers.floats)
         present = bytearray(self.reduction.present)
         present[len(self._parameters) :] = bytes(num_floats)  # a buffer counts where a unit has written it
-        for u, (loss, changed) in zip(self.collected, self._read_facts(), strict=True):
+        for u, (loss, changed) in zip(self.collected, told, strict=True):
             digest = ""
             for j, flag in enumerate(changed[:num_floats]):
                 present[len(self._parameters) + j] |= flag
@@ -162,41 +172,62 @@ class Update:
                 raw = b"".join(tensor_bytes(b) for b in u.integers or ())
                 digest = text_digest(raw)[:32]
             units.append(UnitFacts(u.unit, u.digest, u.weight, bits(loss), digest))
-        facts = RankFacts(units=tuple(units), flags=flags, present=bytes(present), integers=raw)
+        facts = RankFacts(units=tuple(units), flags=self._with_norm(flags), present=bytes(present), integers=raw)
         return self.reduction.reduce(facts)
+
+    def has_bad_norm(self) -> bool:
+        """Was the norm of the step before, which nobody has looked at yet, not finite?"""
+        return self._unread is not None and not bool(self._unread.isfinite())
+
+    def _with_norm(self, flags: Flags) -> Flags:
+        return msgspec.structs.replace(flags, bad_norm=True) if self.has_bad_norm() else flags
 
     def _read_facts(self) -> list[tuple[float, list[bool]]]:
         """Of each unit its loss and which buffers it wrote; one copy from the device, which waits for the step's forward passes."""
         told = [[] if u.loss is None else [u.loss.reshape(()), *(u.changed if u.integers is not None else ())] for u in self.collected]
-        flat = [value for unit in told for value in unit]
+        flat = [value for unit in told for value in unit] + ([] if self._unread is None else [self._unread])
         read = iter(torch.stack([value.to(flat[0].device, torch.float64) for value in flat]).tolist() if flat else ())
         facts = []
         for unit in told:
             loss, *changed = [next(read) for _ in unit] or [0.0]
             facts.append((loss, [bool(flag) for flag in changed]))
+        self._unread = None if self._unread is None else torch.tensor(next(read))
         return facts
 
-    def apply(self, reduced: Reduced, clip_grad_norm: float | None) -> Applied:
-        """Unscale, clip, optimizers, schedulers, zero_grad. All ranks do the same on the same bits."""
+    def apply(
+        self, reduced: Reduced, clip_grad_norm: float | None, *, skip: str = "", check_norm: bool = False, careful: bool = False
+    ) -> Applied:
+        """Unscale, clip, optimizers, schedulers, zero_grad. All ranks do the same on the same bits.
+
+        skip: why the step must not be applied. check_norm: skip it, too, where the clip norm is not finite. careful: where any gradient
+        is not, which costs a pass over them. Buffers of a skipped step are those of its beginning.
+        """
         units = reduced.units()
         self._check_integers(units)
-        self._deliver(reduced)
-        failpoint("step.optimizer")
-        self._applying[0] = True
-        applied = self._run_optimizers(clip_grad_norm)
-        self._applying[0] = False
+        applied, reason = False, skip
+        self._unread = None
+        if not skip:
+            self._deliver(reduced)
+            failpoint("step.optimizer")
+            self._applying[0] = True
+            applied, reason = self._run_optimizers(clip_grad_norm, check_norm, careful)
+            self._applying[0] = False
+        if reason:
+            self._buffers.rewind()
         self._clear_gradients()
         if applied:
             for scheduler in self._stack.parts.schedulers.values():
                 scheduler.step()
         self._epochs = self._scheduler_epochs()
-        loss = self._loss(units, reduced.total_weight)
+        loss = step_loss(reduced, self._num_units)
+        loss = float("nan") if loss is None else loss
         return Applied(
             loss=loss,
             loss_bits=bits(loss),
             status="applied" if applied else "skipped",
             num_samples=sum(u.weight for u in units),
             units=tuple(u.digest for u in units),
+            reason=reason,
         )
 
     def _scheduler_epochs(self) -> list[Any]:
@@ -238,14 +269,21 @@ class Update:
     def _integer_names(self) -> list[str]:
         return sorted(name for name, buffer in self._stack.buffers().items() if not buffer.is_floating_point())
 
-    def _run_optimizers(self, clip_grad_norm: float | None) -> bool:
+    def _run_optimizers(self, clip_grad_norm: float | None, check_norm: bool, careful: bool) -> tuple[bool, str]:
+        """Whether they ran, and which anomaly kept them from it; a scaler's overflow is none, and it looks at gradients by itself."""
         scaler, optimizers = self._stack.parts.scaler, list(self._stack.parts.optimizers.values())
         if scaler is not None:
             optimizers = [o for o in optimizers if _has_gradient(o)]  # a scaler refuses the others
             for optimizer in optimizers:
                 scaler.unscale_(optimizer)
         if clip_grad_norm is not None:
-            torch.nn.utils.clip_grad_norm_(self._parameters, clip_grad_norm)
+            norm = torch.nn.utils.clip_grad_norm_(self._parameters, clip_grad_norm)
+        if scaler is None:
+            reason = self._bad_gradient() if careful else ""
+            if not reason and check_norm and clip_grad_norm is not None:
+                reason = self._bad_norm(norm, careful)
+            if reason:
+                return False, reason
         for key in self._ran:
             self._ran[key] = False
         for optimizer in optimizers:
@@ -254,15 +292,46 @@ class Update:
             else:
                 optimizer.step()
         if scaler is None or not optimizers:
-            return True
+            return True, ""
         applied = any(self._ran[id(o)] and not _skipped_inside(scaler, o) for o in optimizers)
         scaler.update()
-        return applied
+        return applied, ""
 
-    def _loss(self, units: list[UnitFacts], total_weight: int) -> float:
-        nodes = merge({Node(0, u.unit): u.weight * from_bits(u.loss) for u in units}, lambda a, b: a + b, self._num_units)
-        assert len(nodes) == 1
-        return float(next(iter(nodes.values()))) / max(total_weight, 1)
+    def _bad_gradient(self) -> str:
+        for name, parameter in self._stack.parameters().items():
+            found = fault_of(parameter.grad) if parameter.grad is not None else ""
+            if found:
+                return f"the gradient of {name} holds {found}"
+        return ""
+
+    def _bad_norm(self, norm: torch.Tensor, careful: bool) -> str:
+        if not (self.reads_norm or careful):
+            self._unread = norm.detach()
+            return ""
+        return "" if bool(norm.isfinite()) else f"the norm of the gradient is {float(norm)}"
+
+
+def passed_over(facts: list[RankFacts], reason: str) -> Applied:
+    """A step that is committed without having been computed: nobody knows its loss."""
+    units = Reduced(facts=facts, total_weight=0).units()
+    return Applied(
+        loss=float("nan"),
+        loss_bits=bits(float("nan")),
+        status="skipped",
+        num_samples=sum(u.weight for u in units),
+        units=tuple(u.digest for u in units),
+        reason=reason,
+    )
+
+
+def step_loss(reduced: Reduced, num_units: int) -> float | None:
+    """The weighted mean over the units in unit order; None where the script did not tell it for all of them."""
+    units = reduced.units()
+    if any(u.loss == "" for u in units):
+        return None
+    nodes = merge({Node(0, u.unit): u.weight * from_bits(u.loss) for u in units}, lambda a, b: a + b, num_units)
+    assert len(nodes) == 1
+    return float(next(iter(nodes.values()))) / max(reduced.total_weight, 1)
 
 
 def _step_hooks(optimizer: torch.optim.Optimizer, applying: list[bool], ran: dict[int, bool]) -> list[Any]:
