@@ -15,6 +15,7 @@ from typing import NamedTuple
 from unbroken.capture.finite import first_poison
 from unbroken.core.errors import AnomalyWarning, GaveUp, NoCheckpoint, StepLost
 from unbroken.core.messages import Plan
+from unbroken.core.ports import failpoint
 from unbroken.keeping import Keeping
 from unbroken.opening import Opening
 from unbroken.recover.start import Counters
@@ -88,7 +89,7 @@ class Guard:
         loss = step_loss(reduced, num_units)
         action, reason = judge(loss, watch.losses, rules)
         if loss is not None and action == "skip" and loss - loss != 0:  # not finite: the batch's fault, or that of the state?
-            found = self._poison_anywhere()
+            found = self._poison_anywhere(self._counters)
             action, reason = judge(loss, watch.losses, rules, is_poisoned=bool(found))
             if found:
                 self._plan_back(Back(step, step - 2, f"the loss is {loss}, because {found}"))
@@ -137,7 +138,7 @@ class Guard:
         if self.rules.nan == "ignore" or not (is_careful or (last and step)):
             return False
         try:
-            found = self._poison_anywhere("the norm of the gradient was not finite" if bad_norm else "")
+            found = self._poison_anywhere(self._counters, "the norm of the gradient was not finite" if bad_norm else "")
         except ExchangeFailed as error:
             raise StepLost(f"the state after step {step} could not be compared: {error}") from error
         if found:
@@ -150,6 +151,7 @@ class Guard:
         """Put the newest state before the poison back, on all ranks, in a new generation. GaveUp where that has not helped before."""
         back, opening = self._back, self._opening
         assert back is not None
+        failpoint("rollback.begin")
         try:
             committed = opening.exchange.share(self._keeping.committed, int)[0]
             if committed > self._best:
@@ -161,10 +163,13 @@ class Guard:
                 self._give_up(f"going back {self.rules.max_rollbacks} times brought no new checkpoint; step {back.seen}: {back.reason}")
             self._keeping.note("rollback", step=back.seen, reason=back.reason, at_most=str(back.at_most))
             plan, counters = opening.go_back(max(back.at_most, 0))
+            while self._poison_anywhere(counters):  # a checkpoint from before anybody looked
+                plan, counters = opening.go_back(plan.step - 1)
         except ExchangeFailed as error:
             raise StepLost(f"the run could not go back from step {back.seen}: {error}") from error
         except NoCheckpoint as error:
             self._give_up(f"step {back.seen}: {back.reason}; {error}. A larger keep= or a shorter lose_at_most= leaves older ones")
+        failpoint("rollback.opened")
         self._careful_until = max(self._careful_until, back.seen)
         windows = [*self._planned, back.window] if back.window is not None else self._planned
         self._planned = [window for window in windows if window.last > plan.step]
@@ -178,10 +183,10 @@ class Guard:
         self._planned += [Window(*w, "part of a window that is passed over") for w in self._counters.watch.windows if w not in known]
         self._back = back
 
-    def _poison_anywhere(self, found: str = "") -> str:
+    def _poison_anywhere(self, counters: Counters, found: str = "") -> str:
         """What is not finite in the state, as the first rank that sees any says it; one look and one small gather."""
         opening = self._opening
-        told = opening.exchange.share(found or first_poison(opening.pieces(self._counters)), str)
+        told = opening.exchange.share(found or first_poison(opening.pieces(counters)), str)
         return next((f"{text} on rank {rank}" if not all(told) else text for rank, text in enumerate(told) if text), "")
 
     def _give_up(self, why: str) -> None:

@@ -91,6 +91,7 @@ class Opening:
             resume=self.config.resume,
             options=self._birth_facts(),
             allow_nonfinite=self.config.anomalies.nan == "ignore",
+            reach_back=self.config.anomalies.reach_back,
         )
         self.link = self.start.connect()
         self.moments["rendezvous"] = self.clock.monotonic()
@@ -258,6 +259,7 @@ class Opening:
             "/hardware": (facts.hardware(self.device), "recorded", "rank", "hardware"),
             "/topology": (topology, "recorded", "rank", "scheduling"),
             "/layout": (layout, "recorded", "logical", "scheduling"),
+            "/anomalies": (self.config.anomalies.as_facts(), "compared", "logical", "scheduling"),
         }
 
 

@@ -162,8 +162,10 @@ class Run:
         atexit.unregister(self._at_exit)
         try:
             self._stepping.give_up()
-            whole = whole and self._stepping.is_whole and not self._guard.gave_up
-            if not whole:
+            whole = whole and self._stepping.is_whole
+            if self._guard.gave_up:  # GaveUp has said what is kept
+                whole = False
+            elif not whole:
                 step = self._counters.step + (not self._boundary_open)
                 warnings.warn(f"step {step} was left half-way by an error: what it did is not saved", SaveWarning, stacklevel=3)
             self._keeping.close(timeout_s, whole=whole)

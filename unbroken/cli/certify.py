@@ -20,6 +20,8 @@ FACTS = (
     "world_sizes",
     "steps_lost_total",
     "num_checkpoints",
+    "num_skipped",
+    "num_rollbacks",
     "fell_back",
     "samples_exactly_once",
     "losses_equal",
@@ -53,6 +55,8 @@ def _print(certificate: Certificate) -> None:
         value = getattr(certificate, name)
         table.add_row(name.replace("_", " "), "not checked" if value is None else str(value))
     console().print(table)
+    for step in certificate.skipped:
+        console().print(f"skipped: step {step.step}: {step.reason}")
     for one in certificate.condemned:
         console().print(f"condemned: step {one.step} of generation {one.generation}: {one.reason}")
     for difference in certificate.differences:

@@ -21,7 +21,8 @@ NUMBERS_ONLY = frozenset({"parameter", "optimizer_state"})
 """Kinds of pieces in which infinity is as bad as NaN. In buffers and frozen parameters it is legal: a mask of -inf."""
 
 NO_NAN = NUMBERS_ONLY | {"buffer", "frozen"}
-"""Kinds of pieces in which NaN is poison. `extras` are not among them: what a user keeps there may mean anything."""
+"""Kinds of pieces in which NaN is poison. Not `extras`: what a user keeps there may mean anything; nor a `nan_buffer`, one that held
+NaN when the Run was made: a table with gaps, or memory that the first forward will fill."""
 
 
 class _Bits(NamedTuple):
@@ -51,7 +52,8 @@ _ONE_NAN = {"float8_e4m3fnuz": 0x80, "float8_e5m2fnuz": 0x80, "float8_e8m0fnu": 
 def fault(dtype: str, data: Buffer) -> str:
     """ "NaN" or "inf", the worse of what is among these little-endian elements; "" if there is neither, or the type has neither."""
     if dtype in _ONE_NAN:
-        return "NaN" if _ONE_NAN[dtype].to_bytes(1, "little") in bytes(data) else ""
+        found = any(_ONE_NAN[dtype] in bytes(data[i : i + _BLOCK_BYTES]) for i in range(0, len(data), _BLOCK_BYTES))
+        return "NaN" if found else ""
     kind = _TYPES.get(dtype)
     if kind is None or not len(data):
         return ""

@@ -38,7 +38,8 @@ class Welcome(Struct, frozen=True, kw_only=True, tag="welcome"):
 class Begin(Struct, frozen=True, kw_only=True, tag="begin"):
     """Rank 0: choose where to start. `options` are birth facts, written to run.json if the run is new, else returned as stored.
 
-    `at_most`: no step beyond this one will do. `allow_nonfinite`: snapshots that hold NaN may become checkpoints.
+    `at_most`: no step beyond this one will do. `allow_nonfinite`: snapshots that hold NaN may become checkpoints. `reach_back`: a
+    checkpoint at least so many steps older than the newest one must stay.
     """
 
     world_size: int
@@ -47,6 +48,7 @@ class Begin(Struct, frozen=True, kw_only=True, tag="begin"):
     restart_count: int = 0
     at_most: int | None = None
     allow_nonfinite: bool = False
+    reach_back: int = 0
 
 
 class SlotSource(Struct, frozen=True, kw_only=True):

@@ -116,6 +116,7 @@ class RunFolder:
         self._notes: list[str] = []
         self._news: list[str] = []
         self._keep: int | None = None
+        self._reach_back = 0
         self.allow_nonfinite = False
         self._turn = threading.Lock()
 
@@ -141,6 +142,7 @@ class RunFolder:
         waited for: it ends after the file it is just removing.
         """
         self._keep, self.allow_nonfinite = request.options.get("keep"), request.allow_nonfinite
+        self._reach_back = request.reach_back
         if request.world_size < 1:
             raise ValueError(f"world_size {request.world_size}: must be at least 1")
         self._tier.is_starting = True  # from here on nothing is removed until `opened`: it may be what this start loads (I2)
@@ -216,7 +218,7 @@ class RunFolder:
         keep_newest = keep if isinstance(keep, int) and keep >= 1 else KEEP_NEWEST
         with self._turn:
             if not self._tier.is_starting:
-                repository.collect(keep_newest, writer=self.writer, clock=self.clock)
+                repository.collect(keep_newest, reach_back=self._reach_back, writer=self.writer, clock=self.clock)
 
     def close(self) -> None:
         """Let the folder go."""

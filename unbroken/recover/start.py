@@ -79,6 +79,7 @@ class Start:
     resume: str
     options: dict[str, Any]
     allow_nonfinite: bool = False
+    reach_back: int = 0
     counters: Counters = field(default_factory=Counters)
     differences: tuple[str, ...] = ()
     moments: dict[str, float] = field(default_factory=dict)
@@ -122,6 +123,7 @@ class Start:
             restart_count=restarts,
             at_most=at_most,
             allow_nonfinite=self.allow_nonfinite,
+            reach_back=self.reach_back,
         )
         return self._from_rank_0(lambda: link.ask(question, Plan)[0])
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -74,6 +74,16 @@ class Anomalies:
         if self.spike is not None and not isinstance(self.spike, Spike):
             raise TypeError(f"Anomalies(spike={self.spike!r}): give unbroken.Spike(...), or leave it out")
         _whole("Anomalies", self, max_skipped=0, max_rollbacks=0)
+
+    def as_facts(self) -> dict[str, Any]:
+        """What decides which steps are applied, as far as it is not the default: a run that goes on with other rules is told so."""
+        found: dict[str, Any] = {} if self.nan == "skip" else {"nan": self.nan}
+        return found if self.spike is None else found | {"spike": asdict(self.spike)}
+
+    @property
+    def reach_back(self) -> int:
+        """How many steps before the newest checkpoint one must stay for a rollback."""
+        return self.spike.back if self.spike is not None and self.spike.action == "rollback" else 0
 
 
 def _whole(what: str, options: Any, **least: int) -> None:
