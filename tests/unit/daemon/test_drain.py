@@ -26,7 +26,6 @@ from unbroken.shm.channel import encode
 from unbroken.shm.slots import Slot, slot_bytes
 from unbroken.store.journal import read_journal
 
-
 WEIGHTS = {"kind": "parameter", "dtype": "float32", "shape": (2,)}
 
 
@@ -85,11 +84,12 @@ def weights(value: float) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_B38_what_is_poisoned_is_not_committed_and_named(folder: RunFolder, value: float) -> None:
-    cargo = cargo_of(folder, open_run(folder), 0, weights(value), weights(value))
+    live = open_run(folder)
+    cargo = cargo_of(folder, live, 0, weights(value), weights(value))
     with pytest.raises(Poisoned, match=rf"state of step 0 is poisoned: /model/parameters/w holds {'NaN' if value != value else 'inf'}"):
         drain(cargo, folder)
     assert steps(folder) == []
-    drain(cargo_of(folder, open_run(folder), 0, weights(0.0), weights(0.0)), folder)
+    drain(cargo_of(folder, live, 0, weights(0.0), weights(0.0)), folder)
     assert steps(folder) == [0]
 
 
