@@ -1,6 +1,6 @@
 """What the daemon's look for NaN costs: processor seconds per GB, beside the hash that every byte gets anyway.
 
-    python bench/finite.py [--json FILE]
+python bench/finite.py [--json FILE]
 """
 
 from __future__ import annotations

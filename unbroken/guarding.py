@@ -128,14 +128,15 @@ class Guard:
             if window.first <= step <= window.last:
                 watch.entered(window)
 
-    def finds_poison(self, *, last: bool, bad_norm: bool) -> bool:
+    def finds_poison(self, *, asked: bool, bad_norm: bool) -> bool:
         """At the boundary of the step just applied, on all ranks: look at the state where that is due, and plan to go back.
 
-        Due after each step of a careful replay and after the last step of all, which no later loss would tell of.
+        Due after each step of a careful replay; `asked`: after the last step of all, which no later loss would tell of, and where the
+        loop waits for a checkpoint.
         """
         step = self._counters.step
         is_careful = 0 < step <= self._careful_until
-        if self.rules.nan == "ignore" or not (is_careful or (last and step)):
+        if self.rules.nan == "ignore" or not (is_careful or (asked and step)):
             return False
         try:
             found = self._poison_anywhere(self._counters, "the norm of the gradient was not finite" if bad_norm else "")

@@ -127,6 +127,11 @@ class Keeping:
             self._pace.due = told[0].snapshot_next or (self._pace.due and put_off)
         return stop
 
+    @property
+    def must_wait(self) -> bool:
+        """Will the coming boundary wait until its snapshot is durable?"""
+        return self._wanted is not None and self._wanted[1]
+
     def want(self, milestone: bool, wait: bool) -> None:
         """Save at the coming boundary."""
         before = self._wanted or (False, False)

@@ -309,7 +309,7 @@ class Run:
     def _boundary(self) -> None:
         if self._boundary_open:
             self._boundary_open, last = False, self._at_end()
-            if self._guard.finds_poison(last=last, bad_norm=self._stepping.has_bad_norm()):
+            if self._guard.finds_poison(asked=last or self._keeping.must_wait, bad_norm=self._stepping.has_bad_norm()):
                 return
             if self._keeping.boundary(self._stepping.told, last=last, put_off=self._stepping.was_skipped):
                 self._keeping.stopped(self._stop.name)

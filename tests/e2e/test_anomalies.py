@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -15,9 +17,9 @@ import pytest
 import torch
 
 import unbroken
-from tests.rigs.anomalous_run import Case, open_run, train
+from tests.rigs.anomalous_run import Case, loss_of, open_run, train
 from tests.rigs.ranks import run_ranks
-from tests.rigs.tiny_run import commits, end_daemon
+from tests.rigs.tiny_run import commits, daemon_pid, end_daemon
 from tests.rigs.torture_runs import journal
 from unbroken.core.errors import GaveUp
 
@@ -272,6 +274,84 @@ def test_a_plain_loop_is_guarded_as_far_as_it_tells(directory: Path, tells_loss:
     life = Life(directory, Case(bad={13: kind}, reduce="ring", tells_loss=tells_loss))
     assert (life.w, life.counted()) == (WITHOUT_13, (19, 1))
     assert list(skipped(directory)) == [13]
+
+
+# -- beside other things ------------------------------------------------------------------------------------------------------
+
+
+def test_a_loop_that_waits_for_its_checkpoints_goes_back_instead_of_failing(directory: Path) -> None:
+    case = Case(bad={13: "gradient"}, pause_s=0.0)
+    extras: dict[str, Any] = {}
+    run = open_run(directory, case, extras)
+    with pytest.warns(unbroken.AnomalyWarning, match="step 13 is not applied: the gradient of w holds NaN"):
+        for batch in run:
+            for micro in batch:
+                micro.backward(loss_of(run.model, micro, case))
+            run.step()
+            run.save(wait=True)
+    assert run.model.w.item() == WITHOUT_13
+    assert list(skipped(directory)) == [13]
+
+
+def test_the_daemon_dies_before_the_run_goes_back(directory: Path) -> None:
+    """Another daemon is started, and the disk has what is needed."""
+    case = Case(bad={13: "gradient"})
+    extras: dict[str, Any] = {}
+    run = open_run(directory, case, extras)
+    with warnings.catch_warnings(record=True):
+        warnings.simplefilter("always")
+        for batch in run:
+            for micro in batch:
+                micro.backward(loss_of(run.model, micro, case))
+            if batch.step == 14 and run.model.w.isnan():
+                os.kill(daemon_pid(directory) or 0, signal.SIGKILL)
+            run.step()
+            if batch.step == 10:
+                run.save(wait=True)
+    assert run.model.w.item() == WITHOUT_13
+    assert list(skipped(directory)) == [13]
+
+
+class Counting:
+    """A loader of the user's own, which knows its place."""
+
+    def __init__(self) -> None:
+        self.place = 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        while self.place < 20:
+            self.place += 1
+            yield torch.tensor([float(self.place)])
+        self.place = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+
+@pytest.mark.parametrize("kind", ["workers", "plain", "own"])
+def test_every_kind_of_data_goes_back_with_the_weights(directory: Path, kind: str) -> None:
+    numbers = torch.utils.data.TensorDataset(torch.arange(1, 21, dtype=torch.float32))
+    if kind == "workers":
+        data: Any = unbroken.Batches(numbers, global_batch=1, shuffle=False, epochs=1, num_workers=2)
+    else:
+        data = torch.utils.data.DataLoader(numbers, batch_size=1) if kind == "plain" else Counting()
+    life = Life(directory, Case(bad={13: "gradient"}), data=data, total_steps=20)
+    assert (life.w, life.counted()) == (WITHOUT_13, (19, 1))
+    assert unbroken.open(str(directory)).certify().certified
+
+
+def test_the_user_is_told_that_the_rules_have_changed(directory: Path) -> None:
+    Life(directory, Case(), total_steps=5)
+    with pytest.warns(unbroken.EnvironmentChanged, match="anomalies/nan: None -> stop"):
+        open_run(directory, Case(rules={"nan": "stop"})).close()
+
+
+def test_rules_of_another_type_are_refused(directory: Path) -> None:
+    with pytest.raises(TypeError, match=r"anomalies='skip': give unbroken\.Anomalies"):
+        open_run(directory, Case(), anomalies="skip")
 
 
 # -- spikes -------------------------------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ class Case(Struct, frozen=True, kw_only=True):
 
     `bad`: batch -> "loss" (NaN), "gradient" (NaN, the loss is finite), "huge" (a finite gradient whose square overflows in an optimizer's
     state), "spike" (a loss of 1e6) or "scaled" (an infinite gradient for a GradScaler). `unit`: only this unit of the step is bad.
+    `saves`: the loop waits for the checkpoints of these steps.
     """
 
     bad: dict[int, str] = {}
@@ -42,6 +43,7 @@ class Case(Struct, frozen=True, kw_only=True):
     reduce: str = "ordered"
     tells_loss: bool = True
     pause_s: float = 0.02
+    saves: tuple[int, ...] = (10,)
 
 
 class Bad(torch.autograd.Function):
@@ -77,7 +79,7 @@ BY = {"gradient": math.nan, "huge": 1e30, "scaled": math.inf}
 def loss_of(model: nn.Module, micro: Any, case: Case) -> torch.Tensor:
     """The unit's loss, bad where the case says so. The step's number is the batch's."""
     kind = case.bad.get(micro.step, "") if case.unit in (None, micro.unit) else ""
-    loss: torch.Tensor = model(micro.x, BY.get(kind, 1.0))
+    loss: torch.Tensor = model(micro.x.float(), BY.get(kind, 1.0))
     if kind == "loss":
         return loss * math.nan
     return loss + 1e6 if kind == "spike" else loss
@@ -121,6 +123,8 @@ def train(run: unbroken.Run, case: Case, extras: dict[str, Any]) -> list[tuple[i
         if done:
             extras["ema"].update_parameters(run.model)
         seen.append((batch.step, done))
+        if done and batch.step in case.saves:
+            run.save(wait=True)
         SystemClock().sleep(case.pause_s)  # the daemon shall not fall behind
     return seen
 
