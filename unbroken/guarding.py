@@ -21,8 +21,8 @@ from unbroken.opening import Opening
 from unbroken.recover.start import Counters
 from unbroken.step.anomalies import Action, Anomalies, Window, judge, window_of
 from unbroken.step.exchange import ExchangeFailed
-from unbroken.step.reduce import Reduced, UnitFacts
-from unbroken.step.update import Applied, from_bits, step_loss
+from unbroken.step.reduce import Reduced, UnitFacts, from_bits
+from unbroken.step.update import Applied
 
 
 class Back(NamedTuple):
@@ -77,16 +77,18 @@ class Guard:
         known = any(first <= step <= last for first, last in self._counters.watch.windows)
         return "part of a window that is passed over" if known else ""
 
-    def judge(self, reduced: Reduced, num_units: int) -> tuple[Action, str]:
+    def judge(self, reduced: Reduced) -> tuple[Action, str]:
         """What becomes of the coming step, and why. GaveUp where the rules say so; ExchangeFailed where the ranks could not agree."""
         step, rules, watch = self._counters.step + 1, self.rules, self._counters.watch
         if rules.nan != "ignore":
             told = [f.poisoned or (step - 1 if f.bad_norm else 0) for f in (rank.flags for rank in reduced.facts)]
             if any(told):
                 first = min(poisoned for poisoned in told if poisoned)
-                self._plan_back(Back(step, first - 1, self._keeping.poison or f"the gradient or the state of step {first} was not finite"))
+                self._plan_back(
+                    Back(step, first - 1, self._opening.link.poison or f"the gradient or the state of step {first} was not finite")
+                )
                 return "rollback", ""
-        loss = step_loss(reduced, num_units)
+        loss = reduced.loss
         action, reason = judge(loss, watch.losses, rules)
         if loss is not None and action == "skip" and loss - loss != 0:  # not finite: the batch's fault, or that of the state?
             found = self._poison_anywhere(self._counters)
@@ -106,14 +108,14 @@ class Guard:
             self._say(f"step {step}: {reason}; it is applied", "spike")
         return action, reason
 
-    def committed(self, applied: Applied) -> None:
-        """The step has been committed. GaveUp after too many in a row that were not applied."""
+    def committed(self, applied: Applied, action: Action) -> None:
+        """The step has been committed, after `judge` had said `action`. GaveUp after too many in a row that were not applied."""
         step, watch = self._counters.step, self._counters.watch
         if applied.status == "applied":
             watch.applied(applied.loss, self.rules.spike)
         if not applied.reason:
             return
-        if self.rules.nan == "stop":
+        if self.rules.nan == "stop" and action != "skip":  # its gradient turned out to be bad; else it was a spike
             self._give_up(f"step {step}: {applied.reason}")
         watch.streak += 1
         most = f"at most {self.rules.max_skipped} in a row"
@@ -131,12 +133,13 @@ class Guard:
     def finds_poison(self, *, asked: bool, bad_norm: bool) -> bool:
         """At the boundary of the step just applied, on all ranks: look at the state where that is due, and plan to go back.
 
-        Due after each step of a careful replay; `asked`: after the last step of all, which no later loss would tell of, and where the
-        loop waits for a checkpoint.
+        Due after each step of a careful replay and before a window is passed over; `asked`: after the last step of all, which no later
+        loss would tell of, and where the loop waits for a checkpoint.
         """
         step = self._counters.step
         is_careful = 0 < step <= self._careful_until
-        if self.rules.nan == "ignore" or not (is_careful or (asked and step)):
+        is_before_window = bool(self.passes_over(step + 1)) and not self.passes_over(step)
+        if self.rules.nan == "ignore" or not step or not (is_careful or is_before_window or asked):
             return False
         try:
             found = self._poison_anywhere(self._counters, "the norm of the gradient was not finite" if bad_norm else "")
@@ -154,7 +157,8 @@ class Guard:
         assert back is not None
         failpoint("rollback.begin")
         try:
-            committed = opening.exchange.share(self._keeping.committed, int)[0]
+            known = opening.link.committed
+            committed = opening.exchange.share(-1 if known is None else known.step, int)[0]  # rank 0's word, so that all count alike
             if committed > self._best:
                 self._best, self._num_back = committed, 0
             self._num_back += 1
@@ -164,7 +168,7 @@ class Guard:
                 self._give_up(f"going back {self.rules.max_rollbacks} times brought no new checkpoint; step {back.seen}: {back.reason}")
             self._keeping.note("rollback", step=back.seen, reason=back.reason, at_most=str(back.at_most))
             plan, counters = opening.go_back(max(back.at_most, 0))
-            while self._poison_anywhere(counters):  # a checkpoint from before anybody looked
+            while self.rules.nan != "ignore" and self._poison_anywhere(counters):  # a checkpoint from before anybody looked
                 plan, counters = opening.go_back(plan.step - 1)
         except ExchangeFailed as error:
             raise StepLost(f"the run could not go back from step {back.seen}: {error}") from error

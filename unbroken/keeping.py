@@ -85,17 +85,6 @@ class Keeping:
         link = self._opening.link
         return Flags(stop, due, link.lost is not None, link.poisoned_step)
 
-    @property
-    def poison(self) -> str:
-        """What the daemon found in a snapshot of this generation, "" if nothing."""
-        return self._opening.link.poison
-
-    @property
-    def committed(self) -> int:
-        """Newest step that the daemon has told of as committed, -1 if none."""
-        committed = self._opening.link.committed
-        return -1 if committed is None else committed.step
-
     def stepped(self, attempt: int, applied: Applied, now_s: float) -> None:
         """A step has been applied by all."""
         self._journal.step(self._counters.step, attempt, applied, now_s)

@@ -35,7 +35,6 @@ class Stepping:
         self._counters = counters
         self._keeping = keeping
         self._guard = guard
-        self._num_units = opening.num_units
         self._stack, self._streams = opening.stack, opening.stack.streams
         self._exchange = opening.exchange
         self._is_ring = opening.config.reduce == "ring"
@@ -100,7 +99,7 @@ class Stepping:
         failpoint("step.reduce")
         try:
             reduced = self._update.reduce(self._keeping.flags(stop))
-            action, reason = self._guard.judge(reduced, self._num_units)
+            action, reason = self._guard.judge(reduced)
         except ExchangeFailed as error:
             self._outcome = False
             self._refuse(error)
@@ -116,7 +115,7 @@ class Stepping:
         self._commit(applied, reduced, now_s())
         self.is_whole = True
         failpoint("step.applied")
-        self._guard.committed(applied)
+        self._guard.committed(applied, action)
         return applied
 
     def pass_over(self, stop: bool, now_s: Callable[[], float]) -> bool:

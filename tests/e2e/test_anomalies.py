@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import signal
 import tempfile
 import warnings
@@ -15,12 +16,14 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import unbroken
 from tests.rigs.anomalous_run import Case, loss_of, open_run, train
 from tests.rigs.ranks import run_ranks
 from tests.rigs.tiny_run import commits, daemon_pid, end_daemon
 from tests.rigs.torture_runs import journal
+from unbroken.cli.app import app
 from unbroken.core.errors import GaveUp
 
 WITHOUT_13 = 210 - 13
@@ -175,6 +178,27 @@ def test_B38_one_ranks_nan_is_every_ranks_decision(tmp_path: Path) -> None:
     end_daemon(tmp_path / "alone")
     assert life.w == 210 - 7 - 13
     assert commits(tmp_path / "alone")[-1].state_root == commits(tmp_path / "run")[-1].state_root
+
+
+def test_B38_I13_steps_in_a_row_are_counted_over_interruptions(directory: Path) -> None:
+    """Three are skipped, the run ends with them in its state and goes on elsewhere: the sixth is one too many, as without a stop."""
+    case = Case(bad=dict.fromkeys(range(13, 21), "loss"))
+    assert Life(directory, case, total_steps=15).counted() == (12, 3)
+    extras: dict[str, Any] = {}
+    run = open_run(directory, case, extras)
+    with pytest.raises(GaveUp, match="6 steps in a row could not be applied, the last is step 18"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        train(run, case, extras)
+    run.close()
+    assert commits(directory)[-1].step == 15
+
+
+def test_B38_the_certificate_says_to_people_what_was_skipped(directory: Path) -> None:
+    Life(directory, Case(bad={13: "gradient"}))
+    result = CliRunner().invoke(app, ["certify", str(directory)], env={"COLUMNS": "200"})
+    assert result.exit_code == 0
+    assert "skipped: step 13: the gradient of w holds NaN" in result.output
+    assert re.search(r"num skipped +1\b.*num rollbacks +1\b", result.output, re.S)
 
 
 # -- what poison is -----------------------------------------------------------------------------------------------------------

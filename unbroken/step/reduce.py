@@ -14,8 +14,10 @@ unit had one, `.grad` stays None.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import msgspec
 import torch
@@ -80,6 +82,26 @@ class Reduced:
     def units(self) -> list[UnitFacts]:
         """All units of the step, in order."""
         return sorted((u for rank in self.facts for u in rank.units), key=lambda u: u.unit)
+
+    @cached_property
+    def loss(self) -> float | None:
+        """The weighted mean over the units in unit order; None where the script did not tell it for all of them."""
+        units = self.units()
+        if any(u.loss == "" for u in units):
+            return None
+        nodes = merge({Node(0, u.unit): u.weight * from_bits(u.loss) for u in units}, lambda a, b: a + b, len(units))
+        assert len(nodes) == 1
+        return float(next(iter(nodes.values()))) / max(self.total_weight, 1)
+
+
+def bits(value: float) -> str:
+    """The 64 bits of a float as 16 hex digits, most significant first."""
+    return struct.pack(">d", value).hex()
+
+
+def from_bits(text: str) -> float:
+    """The float that `bits` wrote."""
+    return float(struct.unpack(">d", bytes.fromhex(text))[0])
 
 
 def sum_type(dtype: torch.dtype) -> torch.dtype:

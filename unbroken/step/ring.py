@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from unbroken.capture.stack import Stack
 from unbroken.step.exchange import Exchange
-from unbroken.step.reduce import Flags, RankFacts, Reduced, UnitFacts
-from unbroken.step.update import Update, bits, scaled
+from unbroken.step.reduce import Flags, RankFacts, Reduced, UnitFacts, bits
+from unbroken.step.update import Update, scaled
 
 
 def require_fixed_buckets(models: Mapping[str, nn.Module], world_size: int) -> None:

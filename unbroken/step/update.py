@@ -6,7 +6,6 @@ Nothing of the state changes before `reduce` has returned, so that a refused att
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -19,10 +18,9 @@ from unbroken.capture.finite import fault_of
 from unbroken.capture.stack import Stack
 from unbroken.codec.digest import text_digest
 from unbroken.core.ports import failpoint
-from unbroken.order.tree import Node, merge
 from unbroken.step.exchange import Exchange
 from unbroken.step.live_buffers import LiveBuffers
-from unbroken.step.reduce import Flags, OrderedReduction, RankFacts, Reduced, UnitFacts, sum_type
+from unbroken.step.reduce import Flags, OrderedReduction, RankFacts, Reduced, UnitFacts, bits, sum_type
 
 
 @dataclass(frozen=True)
@@ -38,16 +36,6 @@ class Applied:
     num_samples: int
     units: tuple[str, ...]
     reason: str = ""
-
-
-def bits(value: float) -> str:
-    """The 64 bits of a float as 16 hex digits, most significant first."""
-    return struct.pack(">d", value).hex()
-
-
-def from_bits(text: str) -> float:
-    """The float that `bits` wrote."""
-    return float(struct.unpack(">d", bytes.fromhex(text))[0])
 
 
 @dataclass(frozen=True)
@@ -75,7 +63,6 @@ class Update:
         self._stack = stack
         self._parameters = [p for p in stack.parameters().values()]
         self._buffers = LiveBuffers(stack.parts.models)
-        self._num_units = num_units
         self._full_weight = full_weight or num_units
         self._exchange = exchange
         integer_bytes = sum(b.numel() * b.element_size() for b in self._buffers.integers)
@@ -219,8 +206,7 @@ class Update:
             for scheduler in self._stack.parts.schedulers.values():
                 scheduler.step()
         self._epochs = self._scheduler_epochs()
-        loss = step_loss(reduced, self._num_units)
-        loss = float("nan") if loss is None else loss
+        loss = float("nan") if reduced.loss is None else reduced.loss
         return Applied(
             loss=loss,
             loss_bits=bits(loss),
@@ -322,16 +308,6 @@ def passed_over(facts: list[RankFacts], reason: str) -> Applied:
         units=tuple(u.digest for u in units),
         reason=reason,
     )
-
-
-def step_loss(reduced: Reduced, num_units: int) -> float | None:
-    """The weighted mean over the units in unit order; None where the script did not tell it for all of them."""
-    units = reduced.units()
-    if any(u.loss == "" for u in units):
-        return None
-    nodes = merge({Node(0, u.unit): u.weight * from_bits(u.loss) for u in units}, lambda a, b: a + b, num_units)
-    assert len(nodes) == 1
-    return float(next(iter(nodes.values()))) / max(reduced.total_weight, 1)
 
 
 def _step_hooks(optimizer: torch.optim.Optimizer, applying: list[bool], ran: dict[int, bool]) -> list[Any]:

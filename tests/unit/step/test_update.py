@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.rigs.step_rank import CPU, Loss, run_units, same_bits, stack_of, step, tensors_of
 from tests.rigs.thread_exchange import all_ranks
 from unbroken.step.exchange import Exchange, ExchangeFailed
-from unbroken.step.reduce import Flags
-from unbroken.step.update import Applied, Update, bits, from_bits, tensor_bytes
+from unbroken.step.reduce import Flags, bits, from_bits
+from unbroken.step.update import Applied, Update, tensor_bytes
 
 WORLDS = (1, 2, 3, 5)
 
