@@ -211,8 +211,9 @@ def test_poison_in_the_optimizers_state_only_is_noticed_by_the_daemon(directory:
     (poisoned,) = [record for record in journal(directory) if record.get("name") == "poisoned"]
     assert poisoned["step"] == 15 and "/optimizer/state/w/exp_avg_sq holds inf" in poisoned["facts"]["reason"]
     assert life.run.completed == 20
-    reasons = [record["facts"]["reason"] for record in journal(directory) if record.get("name") == "rollback"]
-    assert len(reasons) == 2 and "exp_avg_sq" in reasons[0] and reasons[1].startswith("after step 12")
+    first, second = [record for record in journal(directory) if record.get("name") == "rollback"]
+    assert first["step"] < 20 and "exp_avg_sq" in first["facts"]["reason"]
+    assert second["facts"]["reason"].startswith("after step 12 ")
 
 
 def test_poison_of_the_last_step_is_noticed_before_the_run_ends(directory: Path) -> None:

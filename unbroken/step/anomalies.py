@@ -142,10 +142,10 @@ class Watch:
             self.windows = [*self.windows, (window.first, window.last)][-MAX_SKIPPED_WINDOWS:]
 
 
-def judge(loss: float | None, losses: Sequence[float], rules: Anomalies, *, is_poisoned: bool = False) -> tuple[Action, str]:
-    """What becomes of a step with this loss (None: the script did not tell it), and why.
+def judge(loss: float | None, losses: Sequence[float], rules: Anomalies) -> tuple[Action, str]:
+    """What becomes of a step with this loss (None: the script did not tell it) that was computed from a finite state, and why.
 
-    `is_poisoned`: the state that it was computed from is not finite; ask only about a loss that is not. Cost: 20 us with a spike rule.
+    Cost: 6 us; 30 us with a spike rule and its default window.
     """
     if loss is None:
         return "apply", ""
@@ -154,7 +154,7 @@ def judge(loss: float | None, losses: Sequence[float], rules: Anomalies, *, is_p
             return "apply", ""
         if rules.nan == "stop":
             return "stop", f"the loss is {loss}"
-        return ("rollback", "the state had become non-finite before") if is_poisoned else ("skip", f"the loss is {loss}")
+        return "skip", f"the loss is {loss}"
     if rules.spike is None:
         return "apply", ""
     height = spike_height(loss, losses, rules.spike)

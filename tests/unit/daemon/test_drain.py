@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from msgspec.structs import replace
 
 from tests.rigs.fake_trainer import pieces_of
 from unbroken.core.errors import CheckFailed, Damaged, SaveFailed, Transient, describe
@@ -25,8 +24,6 @@ from unbroken.daemon.plan import MemoryCut
 from unbroken.shm.channel import encode
 from unbroken.shm.slots import Slot, slot_bytes
 from unbroken.store.journal import read_journal
-
-WEIGHTS = {"kind": "parameter", "dtype": "float32", "shape": (2,)}
 
 
 @pytest.fixture
@@ -45,7 +42,6 @@ def open_run(folder: RunFolder, **options: int) -> LiveJournal:
 
 def slot_of(rank: int, step: int, logical: dict[str, bytes]) -> Slot:
     placed, data = pieces_of(logical, {"/rng": b"%d" % rank})
-    placed = tuple(replace(p, piece=replace(p.piece, **WEIGHTS)) if p.piece.pointer.startswith("/model") else p for p in placed)
     index = SlotIndex(generation=0, step=step, rank=rank, world_size=2, milestone=False, pieces=placed)
     slot = Slot(memory_file("test", slot_bytes(index)), slot_bytes(index))
     view = slot.begin(index)

@@ -15,22 +15,21 @@ SPIKE = Spike(action="warn", threshold=10.0, window=8, warmup=8, back=3, ahead=2
 
 
 @pytest.mark.parametrize(
-    ("loss", "nan", "is_poisoned", "action"),
+    ("loss", "nan", "action"),
     [
-        (1.0, "skip", False, "apply"),
-        (None, "skip", False, "apply"),
-        (NAN, "skip", False, "skip"),
-        (INF, "skip", False, "skip"),
-        (-INF, "skip", False, "skip"),
-        (NAN, "skip", True, "rollback"),
-        (NAN, "stop", False, "stop"),
-        (NAN, "stop", True, "stop"),
-        (NAN, "ignore", False, "apply"),
-        (None, "stop", False, "apply"),
+        (1.0, "skip", "apply"),
+        (None, "skip", "apply"),
+        (NAN, "skip", "skip"),
+        (INF, "skip", "skip"),
+        (-INF, "skip", "skip"),
+        (NAN, "stop", "stop"),
+        (1.0, "stop", "apply"),
+        (None, "stop", "apply"),
+        (NAN, "ignore", "apply"),
     ],
 )
-def test_B38_what_becomes_of_a_loss(loss: float | None, nan: Any, is_poisoned: bool, action: str) -> None:
-    assert judge(loss, [], Anomalies(nan=nan), is_poisoned=is_poisoned)[0] == action
+def test_B38_what_becomes_of_a_loss(loss: float | None, nan: Any, action: str) -> None:
+    assert judge(loss, [], Anomalies(nan=nan))[0] == action
 
 
 @pytest.mark.parametrize(
