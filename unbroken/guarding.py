@@ -8,6 +8,7 @@ past the place where the poison was seen. So the step that makes it is found exa
 
 from __future__ import annotations
 
+import math
 import sys
 import warnings
 from typing import NamedTuple
@@ -90,7 +91,7 @@ class Guard:
                 return "rollback", ""
         loss = reduced.loss
         action, reason = judge(loss, watch.losses, rules)
-        if loss is not None and action == "skip" and loss - loss != 0:  # not finite: the batch's fault, or that of the state?
+        if loss is not None and action == "skip" and not math.isfinite(loss):  # the batch's fault, or that of the state?
             found = self._poison_anywhere(self._counters)
             if found:
                 self._plan_back(Back(step, step - 2, f"the loss is {loss}, because {found}"))
@@ -117,10 +118,12 @@ class Guard:
         if self.rules.nan == "stop" and action != "skip":  # its gradient turned out to be bad; else it was a spike
             self._give_up(f"step {step}: {applied.reason}")
         watch.streak += 1
-        most = f"at most {self.rules.max_skipped} in a row"
-        self._say(f"step {step} is not applied: {applied.reason}. Weights stay, its data count as used ({most})", "skipped")
         if watch.streak > self.rules.max_skipped:
             self._give_up(f"{watch.streak} steps in a row could not be applied, the last is step {step}: {applied.reason}")
+        if self._opening.stack.parts.scaler is not None and not math.isfinite(applied.loss):
+            return  # who trains with a scaler has overflows now and then
+        most = f"at most {self.rules.max_skipped} in a row"
+        self._say(f"step {step} is not applied: {applied.reason}. Weights stay, its data count as used ({most})", "skipped")
 
     def passed_over(self) -> None:
         """The step just committed was not computed."""
@@ -216,4 +219,4 @@ def _whose(reduced: Reduced) -> str:
 
 def _is_bad(unit: UnitFacts) -> bool:
     loss = from_bits(unit.loss)
-    return bool(unit.weight) and loss - loss != 0
+    return bool(unit.weight) and not math.isfinite(loss)

@@ -282,10 +282,17 @@ def test_overflows_stay_the_scalers_own_business(directory: Path) -> None:
     assert (certificate.num_skipped, certificate.skipped, certificate.num_rollbacks) == (9, [], 0)
 
 
-def test_a_bad_loss_is_no_overflow(directory: Path) -> None:
+@pytest.mark.parametrize(("kind", "scale"), [("loss", 4.0), ("odd", 8.0)])
+def test_a_bad_loss_is_shown_to_the_scaler_as_ever_and_never_applied(directory: Path, kind: str, scale: float) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1000)
-    life = Life(directory, Case(bad={13: "loss"}), scaler=scaler)
-    assert (life.w, scaler.get_scale()) == (WITHOUT_13, 8.0)
+    life = Life(directory, Case(bad={13: kind}), scaler=scaler)
+    assert (life.w, life.counted(), scaler.get_scale(), life.anomalies) == (WITHOUT_13, (19, 1), scale, [])
+    assert skipped(directory) == {13: "the loss is nan (that of unit 0 on rank 0 is nan)"}
+
+
+def test_a_bad_loss_with_a_finite_gradient_is_not_applied_either(directory: Path) -> None:
+    life = Life(directory, Case(bad={13: "odd"}))
+    assert (life.w, life.counted()) == (WITHOUT_13, (19, 1))
 
 
 @pytest.mark.parametrize("tells_loss", [True, False])

@@ -26,9 +26,9 @@ STEPS = 20
 class Case(Struct, frozen=True, kw_only=True):
     """What goes wrong, and how the run is made. Batch i is the number i, and a step adds it: w += i.
 
-    `bad`: batch -> "loss" (NaN), "gradient" (NaN, the loss is finite), "huge" (a finite gradient whose square overflows in an optimizer's
-    state), "spike" (a loss of 1e6) or "scaled" (an infinite gradient for a GradScaler). `unit`: only this unit of the step is bad.
-    `saves`: the loop waits for the checkpoints of these steps.
+    `bad`: batch -> "loss" (NaN), "odd" (NaN, its gradient is finite), "gradient" (NaN, the loss is finite), "huge" (a finite gradient whose
+    square overflows in an optimizer's state), "spike" (a loss of 1e6) or "scaled" (an infinite gradient for a GradScaler). `unit`: only
+    this unit of the step is bad. `saves`: the loop waits for the checkpoints of these steps.
     """
 
     bad: dict[int, str] = {}
@@ -82,6 +82,8 @@ def loss_of(model: nn.Module, micro: Any, case: Case) -> torch.Tensor:
     loss: torch.Tensor = model(micro.x.float(), BY.get(kind, 1.0))
     if kind == "loss":
         return loss * math.nan
+    if kind == "odd":
+        return loss + math.nan
     return loss + 1e6 if kind == "spike" else loss
 
 

@@ -60,7 +60,7 @@ class Anomalies:
     nan: "skip" commits a step with a non-finite loss or gradient as skipped, weights untouched, and goes back where a state has become
     non-finite; "stop" ends the run there (GaveUp, exit 5); "ignore" looks at nothing, and poisoned checkpoints are committed. More than
     `max_skipped` skipped steps in a row, or more than `max_rollbacks` without a new checkpoint, end the run. Overflows of a GradScaler
-    stay its own business and do not count.
+    with a finite loss stay its own business and do not count.
     """
 
     nan: NanAction = "skip"

@@ -6,6 +6,7 @@ Nothing of the state changes before `reduce` has returned, so that a refused att
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -199,6 +200,8 @@ class Update:
             self._applying[0] = True
             applied, reason = self._run_optimizers(clip_grad_norm, check_norm, careful)
             self._applying[0] = False
+        elif reduced.loss is not None and not math.isfinite(reduced.loss):
+            self._show_scaler(reduced)
         if reason:
             self._buffers.rewind()
         self._clear_gradients()
@@ -282,6 +285,18 @@ class Update:
         applied = any(self._ran[id(o)] and not _skipped_inside(scaler, o) for o in optimizers)
         scaler.update()
         return applied, ""
+
+    def _show_scaler(self, reduced: Reduced) -> None:
+        """A loss that is not finite is no reason to keep its gradient from the scaler, whose scale follows every overflow."""
+        scaler = self._stack.parts.scaler
+        if scaler is None:
+            return
+        self._deliver(reduced)
+        optimizers = [o for o in self._stack.parts.optimizers.values() if _has_gradient(o)]
+        for optimizer in optimizers:
+            scaler.unscale_(optimizer)
+        if optimizers:
+            scaler.update()
 
     def _bad_gradient(self) -> str:
         for name, parameter in self._stack.parameters().items():
