@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from unbroken.checkpoints import Store as Store
     from unbroken.checkpoints import open as open
+    from unbroken.core.errors import AnomalyWarning as AnomalyWarning
     from unbroken.core.errors import CheckFailed as CheckFailed
     from unbroken.core.errors import CheckpointWarning as CheckpointWarning
     from unbroken.core.errors import Damaged as Damaged
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from unbroken.data.loader import Sampler as Sampler
     from unbroken.data.loader import keyed as keyed
     from unbroken.session import Run as Run
+    from unbroken.step.anomalies import Anomalies as Anomalies
+    from unbroken.step.anomalies import Spike as Spike
 
 __version__ = "0.1.0"
 
@@ -38,6 +41,8 @@ _HOME = {
     "Batches": "unbroken.data.loader",
     "Sampler": "unbroken.data.loader",
     "keyed": "unbroken.data.loader",
+    "Anomalies": "unbroken.step.anomalies",
+    "Spike": "unbroken.step.anomalies",
     "Store": "unbroken.checkpoints",
     "open": "unbroken.checkpoints",
 } | dict.fromkeys(
@@ -59,6 +64,7 @@ _HOME = {
         "MissingExtra",
         "StepLost",
         "SaveWarning",
+        "AnomalyWarning",
         "EnvironmentChanged",
         "CheckpointWarning",
     ),

@@ -18,6 +18,7 @@ from unbroken.core.records import MAIN_LINEAGE
 from unbroken.core.settings import Found, Setting, Table, check, find_file, gather, number, one_of, read_file, strange_variables, whole
 from unbroken.loggers.choose import JSON_LINES, LogTo, Target, targets
 from unbroken.order.streams import check_seed
+from unbroken.step.anomalies import Anomalies
 from unbroken.store.paths import check_lineage
 
 Resume = Literal["auto", "must", "never"]
@@ -35,7 +36,7 @@ class Options(TypedDict, total=False):
     first steps may take longer, and in a notebook or under a debugger nobody watches. log_to: sinks of metrics, "jsonl" (default:
     metrics.jsonl in the run folder), "jsonl:FILE", "tensorboard:DIR", "wandb:PROJECT", "mlflow:URI", "swanlab:PROJECT", a list of them
     (or none), an `unbroken.loggers.Sink` of your own. lineage: the branch to go on with, made by `unbroken branch` (default "main", the
-    run itself).
+    run itself). anomalies: what is done about NaN and loss spikes, an `unbroken.Anomalies`.
     """
 
     total_steps: int | None
@@ -47,6 +48,7 @@ class Options(TypedDict, total=False):
     hang_timeout: str | None
     log_to: LogTo
     lineage: str
+    anomalies: Anomalies | Literal["skip", "stop", "ignore"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +84,7 @@ class RunConfig:
     hang_timeout: float | Literal["auto"] | None = "auto"
     log_to: tuple[Target, ...] = (Target(JSON_LINES),)
     lineage: str = MAIN_LINEAGE
+    anomalies: Anomalies = field(default_factory=Anomalies)
     origins: tuple[str, ...] = field(default=(), compare=False)
     """What the script does not show: "keep=5 from UNBROKEN_KEEP"."""
 
@@ -119,6 +122,14 @@ def _hang_timeout(text: Any) -> float | Literal["auto"] | None:
         if interval.seconds is not None and interval.seconds >= MIN_HANG_TIMEOUT_S:
             return interval.seconds
     raise ValueError(f'give "auto", a time of at least {MIN_HANG_TIMEOUT_S:g} s such as "600s", or None')
+
+
+def _anomalies(value: Any) -> Anomalies:
+    if isinstance(value, Anomalies):
+        return value
+    if value not in ("skip", "stop", "ignore"):
+        raise ValueError('give unbroken.Anomalies(...), or "skip", "stop" or "ignore" for non-finite numbers')
+    return Anomalies(nan=value)
 
 
 def _sinks(text: str) -> list[str] | None:
@@ -206,6 +217,13 @@ RUN = Table(
             help="Sinks of metrics. In the environment separated by commas, or none.",
             check=targets,
             from_text=_sinks,
+        ),
+        Setting(
+            name="anomalies",
+            default="skip",
+            accepts='"skip", "stop" or "ignore"; in a script also unbroken.Anomalies(...)',
+            help="What is done about steps with NaN or infinities; about spikes of the loss, too, if `unbroken.Anomalies` says so.",
+            check=_anomalies,
         ),
         Setting(
             name="lineage",

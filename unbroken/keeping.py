@@ -118,9 +118,9 @@ class Keeping:
 
     def flags(self, stop: bool) -> Flags:
         """What this rank says with the coming step. Rank 0 decides about snapshots one step ahead, so that it travels along."""
-        boundary = self._counters.step + 2
+        boundary, link = self._counters.step + 2, self._opening.link
         due = self._pace.due_after(boundary) or self._evaluations.expected_after(boundary)
-        return Flags(stop, self._rank == 0 and self._snapshots.has_room() and due, self._opening.link.lost is not None)
+        return Flags(stop, self._rank == 0 and self._snapshots.has_room() and due, link.lost is not None, link.poisoned_step)
 
     def evaluated(self, seconds: float, *, is_boundary_open: bool) -> None:
         """An evaluation is over."""
@@ -138,8 +138,11 @@ class Keeping:
         refuse = Refuse(generation=self.generation, step=step, attempt=attempt, rank=self._rank, reason=str(why)[:1000])
         return self._opening.link.retry(refuse, why)
 
-    def boundary(self, told: list[Flags], *, last: bool) -> bool:
-        """The boundary of the step just applied; `told` came with it. True when a rank was asked to stop and all is committed."""
+    def boundary(self, told: list[Flags], *, last: bool, put_off: bool = False) -> bool:
+        """The boundary of the step just applied; `told` came with it. True when a rank was asked to stop and all is committed.
+
+        put_off: no snapshot that merely is due is taken now; it is at the next boundary.
+        """
         self._opening.link.poll()
         self._reporting.send(self._journal, self._counters.step, wait=False)
         self._reporting.committed(self._opening.link.committed)
@@ -150,10 +153,10 @@ class Keeping:
         if self._wanted is not None:
             wanted, self._wanted = self._wanted, None
             self.save(*wanted)
-        elif first or urgent or self._pace.due:
+        elif first or urgent or (self._pace.due and not put_off):
             self._snapshot(milestone=False, wait_s=DRAIN_TIMEOUT_S if urgent else SLOT_WAIT_S)
         if not first:
-            self._pace.due = told[0].snapshot_next
+            self._pace.due = told[0].snapshot_next or (self._pace.due and put_off)
         return stop
 
     def log(self, metrics: Mapping[str, Any]) -> None:
@@ -165,6 +168,11 @@ class Keeping:
     def end_reports(self) -> None:
         """Another Run of this process goes on from here: its sinks must not meet ours."""
         self._reporting.end(complete=False)
+
+    @property
+    def must_wait(self) -> bool:
+        """Will the coming boundary wait until its snapshot is durable?"""
+        return self._wanted is not None and self._wanted[1]
 
     def want(self, milestone: bool, wait: bool) -> None:
         """Save at the coming boundary."""
@@ -191,6 +199,15 @@ class Keeping:
     def stopped(self, signal_name: str) -> None:
         """Note who asked the run to stop."""
         self._journal.event("stopped", self._counters.step, signal=signal_name)
+
+    def note(self, name: str, *, step: int, **facts: str) -> None:
+        """Journal an event."""
+        self._journal.event(name, step, **facts)
+
+    def leave(self) -> None:
+        """Another generation goes on, in this process: let this one's memory and its sinks go."""
+        self._snapshots.close()
+        self.end_reports()
 
     def close(self, timeout_s: float = DRAIN_TIMEOUT_S, *, whole: bool = True) -> None:
         """Save what is not saved yet, if the state is `whole`; wait until it is durable, say what was not."""

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from unbroken.capture import facts
+from unbroken.capture.finite import first_poison
 from unbroken.capture.stack import Stack
 from unbroken.capture.tree import Item
 from unbroken.cluster.exitcode import use_exit_codes
@@ -106,21 +107,58 @@ class Opening:
             options=self._birth_facts(),
             once=self.done,
             lineage=self.config.lineage,
+            allow_nonfinite=self.config.anomalies.nan == "ignore",
+            reach_back=self.config.anomalies.reach_back,
         )
         self.link = self.start.connect()
         self.moments["rendezvous"] = self.clock.monotonic()
-        plan = self.start.load(self.link, self.start.plan(self.link), self._adopt)
+        plan = self._load(self.start.plan(self.link))
+        tell_launcher(self.directory, self.config.lineage)
+        self.run_id, self._has_saved = plan.run_id, plan.source != "fresh"
+        return plan, self.start.counters
+
+    def go_back(self, at_most: int) -> tuple[Plan, Counters]:
+        """Start anew in mid-run, from `at_most` or an earlier step; all ranks call it. As `open`, with the process and its groups kept.
+
+        NoCheckpoint when nothing that old is left; SaveFailed when this run is not in its folder any more.
+        """
+        self.moments["process"] = self.clock.monotonic()
+        failures = [failure for failure in self.link.failures if not failure.poisoned]
+        self.link.close()
+        together(self.exchange, self._require_own_run if self.exchange.rank == 0 else lambda: None)
+        self.link = self.start.connect()
+        self.link.failures += failures
+        self.start.resume, self.start.notes = "must", ()
+        self.moments["rendezvous"] = self.clock.monotonic()
+        plan = self._load(self.start.plan(self.link, at_most))
+        self.stack.notes.clear()  # of options that the script has set since: they are put back
+        self.link.poll()
+        self.link.forget_poison()  # of the generation that was left
+        return plan, self.start.counters
+
+    def _load(self, asked: Plan) -> Plan:
+        plan = self.start.load(self.link, asked, self._adopt)
         self._sheet = self._fact_sheet(plan)
         if plan.source != "fresh":
             self.start.compare(self.start.stored, self.facts())
-        self.room = self._look_around()
+        elif self.config.anomalies.nan != "ignore":
+            self._require_finite()
+        if self.room is None:
+            self.room = self._look_around()
         pieces = together(self.exchange, lambda: [*self.pieces(self.start.counters), *self.facts()])
         self.start.open(self.link, plan, pieces)
-        tell_launcher(self.directory, self.config.lineage)
         self.watching.start(self.link)
         self.moments["rollback"] = self.clock.monotonic()
-        self.run_id, self._has_saved = plan.run_id, plan.source != "fresh"
-        return plan, self.start.counters
+        return plan
+
+    def _require_finite(self) -> None:
+        """ValueError where the state that a run is born with would be taken for poison later."""
+        found = first_poison(self.pieces(self.start.counters))
+        if found:
+            raise ValueError(
+                f"{found} before the first step: mend how it is made, or, if that is meant, make it a buffer (infinities) or give "
+                'anomalies=unbroken.Anomalies(nan="ignore")'
+            )
 
     def reattach(self) -> Plan:
         """Start and join a new daemon in mid-run; all ranks call it at one boundary. The live state is kept, nothing is loaded.
@@ -173,7 +211,7 @@ class Opening:
     def changed_parameters(self) -> list[str]:
         """Names of the parameters that are not what the generation was opened with. Cost: a pass over all parameters."""
         before = self.start.opened_with
-        items = [i for i in self.pieces(self.start.counters) if i.piece.kind == "parameter"]
+        items = [i for i in self.pieces(self.start.counters) if i.piece.kind in ("parameter", "frozen")]
         now = digests(items)
         return [p.removeprefix("/model/parameters/") for p in sorted(now) if before.get(p) != now[p]]
 
@@ -278,6 +316,7 @@ class Opening:
             "/topology": (topology, "recorded", "rank", "scheduling"),
             "/layout": (layout, "recorded", "logical", "scheduling"),
             "/naming": (self.stack.naming(), "recorded", "logical", "framework"),
+            "/anomalies": (self.config.anomalies.as_facts(), "compared", "logical", "scheduling"),
         }
 
 

@@ -33,10 +33,13 @@ from unbroken.cluster.preempt import StopRequest
 from unbroken.config import Options, RunConfig, configure
 from unbroken.core.errors import EnvironmentChanged, SaveWarning, StepLost, UnbrokenError
 from unbroken.core.limits import DRAIN_TIMEOUT_S, EXIT_TIMEOUT_S
+from unbroken.core.messages import Plan
 from unbroken.core.ports import Clock, SystemClock, position
 from unbroken.data.loader import Source, as_source
+from unbroken.guarding import Guard
 from unbroken.keeping import Keeping
 from unbroken.opening import Opening, device_of, refuse_metric_schedulers, refuse_sync_batch_norm
+from unbroken.recover.start import Counters
 from unbroken.shm.pulse import Phase
 from unbroken.step.micro import Batch
 from unbroken.stepping import Stepping
@@ -115,27 +118,42 @@ class Run:
         earlier = _open_runs.get(place)
         if earlier is not None:
             earlier._hand_over()
-        plan, self._counters = opening.open()
+        plan, counters = opening.open()
         self._exchange = opening.exchange
-        self._keeping = Keeping(opening, plan, self._counters, self._clock)
         self._stop.install()
-        self._stepping = Stepping(opening, self._counters, self._keeping)
-        rank = self._exchange.rank
-        arm_from_environment(rank, plan.generation, self._keeping.phase)
-        position[:] = [self._counters.step + 1, plan.generation]
         self._looping, self._pulse = False, opening.watching.pulse
         self._loop: CodeType | None = None
         self._versions_left: Any = None
-        self._boundary_open = plan.source == "fresh"
+        self._guard = Guard(self._config.anomalies)
+        self._enter(plan, counters)
         self._streams_at_start: dict[str, Any] | None = self._streams.read()
         self._versions: Any = self._stack.versions()
-        opening.moments["align"] = self._clock.monotonic()
-        opening.announce(plan, self._stepping.gradient_bytes, self._keeping.expected_slot_bytes())  # before memory is taken: it may fail
-        self._keeping.start()
         atexit.register(self._at_exit)
         if earlier is not None:
             earlier._overtaken()
         _open_runs[place] = self
+
+    def _enter(self, plan: Plan, counters: Counters) -> None:
+        """The live objects hold what the plan says: go on from there, in its generation."""
+        opening, self._counters = self._opening, counters
+        self._keeping = Keeping(opening, plan, counters, self._clock)
+        self._guard.enter(opening, counters, self._keeping)
+        self._stepping = Stepping(opening, counters, self._keeping, self._guard)
+        arm_from_environment(self._exchange.rank, plan.generation, self._keeping.phase)
+        position[:] = [counters.step + 1, plan.generation]
+        self._boundary_open = plan.source == "fresh"
+        opening.moments["align"] = self._clock.monotonic()
+        opening.announce(plan, self._stepping.gradient_bytes, self._keeping.expected_slot_bytes())  # before memory is taken: it may fail
+        self._keeping.start()
+
+    def _go_back(self) -> None:
+        """The state has become non-finite, or a rule says so: all ranks go on from an earlier one."""
+        self._stepping.is_whole = False
+        plan, counters = self._guard.go_back()
+        self._stepping.close()
+        self._keeping.leave()
+        self._enter(plan, counters)
+        self._stepping.mark()
 
     def close(self) -> None:
         """Commit the last boundary, wait until it is durable, let the daemon go. Warns where an automatic save had failed. Idempotent.
@@ -152,7 +170,9 @@ class Run:
         try:
             self._stepping.give_up()
             whole = whole and self._stepping.is_whole
-            if not whole:
+            if self._guard.gave_up:  # GaveUp has said what is kept
+                whole = False
+            elif not whole:
                 step = self._counters.step + (not self._boundary_open)
                 warnings.warn(f"step {step} was left half-way by an error: what it did is not saved", SaveWarning, stacklevel=3)
             self._keeping.close(timeout_s, whole=whole)
@@ -239,9 +259,12 @@ class Run:
                 self._obey()
             if self._at_end() and self._exchange.rank == 0:
                 print(f"unbroken: {self._directory}: nothing to do, all {self._counters.step} steps are done")
-            while not self._at_end() and self._stepping.has_data():
-                yield self._stepping.begin()
-                self._stepping.end()
+            while self._goes_on():
+                if self._stepping.pass_over(self._stop.requested, self._clock.monotonic):
+                    self._boundary_open = self._stepping.was_applied
+                else:
+                    yield self._stepping.begin()
+                    self._stepping.end()
                 if self._stepping.was_applied:
                     self._boundary()
                 self._interrupt.release()
@@ -256,6 +279,12 @@ class Run:
                 self._leave_loop()
             self._interrupt.let_go()
         self.close()
+
+    def _goes_on(self) -> bool:
+        """Is there another step? Where the state has become non-finite, the run goes back first."""
+        if self._guard.must_go_back:
+            self._go_back()
+        return not self._at_end() and self._stepping.has_data()
 
     def _require_open(self) -> None:
         if self._is_overtaken:
@@ -284,7 +313,8 @@ class Run:
         """Reduce the units' gradients and apply the update on all ranks, or on none.
 
         clip_grad_norm: largest 2-norm of the reduced gradient over all parameters. True: applied (or, after a loss-scale overflow,
-        committed as skipped). False: a collective failed, everything is as at the step's beginning, the same units come again.
+        committed as skipped). False: a collective failed, everything is as at the step's beginning, the same units come again; or the
+        run goes back (`Anomalies`), and earlier ones come.
         Cost: two collectives of the gradient's size in all; see `step.update`.
         """
         self._require_open()
@@ -352,9 +382,11 @@ class Run:
 
     def _boundary(self) -> None:
         if self._boundary_open:
-            self._boundary_open = False
+            self._boundary_open, last = False, self._at_end()
+            if self._guard.finds_poison(asked=last or self._keeping.must_wait, bad_norm=self._stepping.has_bad_norm()):
+                return
             with self._pulse.within(Phase.SAVE):
-                stop = self._keeping.boundary(self._stepping.told, last=self._at_end())
+                stop = self._keeping.boundary(self._stepping.told, last=last, put_off=self._stepping.was_skipped)
             if stop:
                 self._obey()
         self._stepping.mark()

@@ -14,6 +14,7 @@ import torch
 from unbroken.core.errors import StepLost
 from unbroken.core.ports import failpoint, position
 from unbroken.data.cursor import Cursor
+from unbroken.guarding import Guard
 from unbroken.keeping import Keeping
 from unbroken.opening import Opening
 from unbroken.order.ledger import unit_digest
@@ -22,18 +23,19 @@ from unbroken.recover.start import Counters
 from unbroken.shm.pulse import Phase
 from unbroken.step.exchange import ExchangeFailed
 from unbroken.step.micro import Batch, Micro
-from unbroken.step.reduce import Flags
+from unbroken.step.reduce import Flags, RankFacts, Reduced, UnitFacts
 from unbroken.step.ring import RingUpdate
 from unbroken.step.undo import Undo
-from unbroken.step.update import Applied, Update, check_clip
+from unbroken.step.update import Applied, Update, check_clip, passed_over
 
 
 class Stepping:
     """One step at a time, on this rank. All ranks call the same things in the same order."""
 
-    def __init__(self, opening: Opening, counters: Counters, keeping: Keeping) -> None:
+    def __init__(self, opening: Opening, counters: Counters, keeping: Keeping, guard: Guard) -> None:
         self._counters = counters
         self._keeping = keeping
+        self._guard = guard
         self._stack, self._streams = opening.stack, opening.stack.streams
         self._exchange, self._pulse = opening.exchange, opening.watching.pulse
         self._is_ring = opening.config.reduce == "ring"
@@ -46,6 +48,7 @@ class Stepping:
         self._cursor = Cursor(opening.source, block)
         self._cursor.start(counters.step + 1, opening.start.loader_state)
         self._attempt = 0
+        self._was_skipped = False
         self._digest = ""
         self._outcome: bool | None = None
         self.is_inside = False
@@ -75,11 +78,7 @@ class Stepping:
 
     def begin(self) -> Batch:
         """The next step's units, or once more those of a step that was refused."""
-        if self._outcome is not False:
-            self._undo.mark()
-            self._update.begin()
-        self._outcome = None
-        self.is_inside = True
+        self._enter()
         self._pulse.mark(Phase.UNIT, self._cursor.block.start)
         return Batch(self._counters.step + 1, self._micros)
 
@@ -111,24 +110,66 @@ class Stepping:
         failpoint("step.reduce")
         try:
             reduced = self._update.reduce(self._keeping.flags(stop), lambda: self._pulse.mark(Phase.COLLECTIVE))
+            action, reason = self._guard.judge(reduced)
         except ExchangeFailed as error:
             self._outcome = False
             with self._pulse.within(Phase.VERDICT):
                 self._refuse(error)
             self._pulse.mark(Phase.BODY)
             return None
+        if action == "rollback":
+            self._outcome = False
+            self._put_back()
+            self._pulse.mark(Phase.BODY)
+            return None
         self._pulse.mark(Phase.UPDATE)
         self.is_whole = False
-        applied = self._update.apply(reduced, clip_grad_norm)
+        checks = {"check_norm": self._guard.checks_norm, "careful": self._guard.is_careful()}
+        applied = self._update.apply(reduced, clip_grad_norm, skip=reason if action == "skip" else "", **checks)
         self._outcome, self.is_inside = True, False
-        self.told = [rank.flags for rank in reduced.facts]
-        self._count(applied)
-        self._keeping.stepped(self._attempt, applied, now_s())
-        self._attempt = 0
+        self._commit(applied, reduced, now_s())
         self.is_whole = True
         self._pulse.done()
         failpoint("step.applied")
+        self._guard.committed(applied, action)
         return applied
+
+    def pass_over(self, stop: bool, now_s: Callable[[], float]) -> bool:
+        """Commit the coming step as skipped, without computing it, where a rule says so; its data are read, so that they are proven.
+
+        Cost where it does: loading this rank's units, and one small gather.
+        """
+        step = self._counters.step + 1
+        reason = self._guard.passes_over(step)
+        if not reason:
+            return False
+        self._enter()
+        position[0] = step
+        units = []
+        for number in self._cursor.block:
+            unit = self._cursor.take(step, number)
+            units.append(UnitFacts(unit.unit, unit_digest(unit.ids), unit.weight, "", ""))
+        told = RankFacts(units=tuple(units), flags=self._keeping.flags(stop))
+        try:
+            facts = self._exchange.share(told, RankFacts)
+        except ExchangeFailed as error:
+            self._outcome = False
+            self._refuse(error)
+            return True
+        self._outcome, self.is_inside = True, False
+        self._commit(passed_over(facts, reason), Reduced(facts=facts, total_weight=0), now_s())
+        self._guard.passed_over()
+        failpoint("step.applied")
+        return True
+
+    def has_bad_norm(self) -> bool:
+        """Was the clip norm of the step applied last, which nobody has looked at yet, not finite?"""
+        return self._update.has_bad_norm()
+
+    @property
+    def was_skipped(self) -> bool:
+        """Was the step committed last not applied, because of an anomaly?"""
+        return self._was_skipped
 
     def mark(self) -> None:
         """A boundary: the loop's own random numbers are those of the next step from here on."""
@@ -167,6 +208,20 @@ class Stepping:
         failpoint("step.backward")
         self._update.backward(loss, micro.weight, micro.unit if micro.unit == self._cursor.block[-1] else None)
         self._update.finish_unit(micro.unit, self._digest, micro.weight, loss)
+
+    def _enter(self) -> None:
+        if self._outcome is not False:
+            self._undo.mark()
+            self._update.begin()
+        self._outcome = None
+        self.is_inside = True
+
+    def _commit(self, applied: Applied, reduced: Reduced, now_s: float) -> None:
+        self.told = [rank.flags for rank in reduced.facts]
+        self._was_skipped = bool(applied.reason)
+        self._count(applied)
+        self._keeping.stepped(self._attempt, applied, now_s)
+        self._attempt = 0
 
     def _count(self, applied: Applied) -> None:
         counters = self._counters

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from msgspec.structs import replace
 
 from unbroken.core import messages as m
 from unbroken.core.records import EventRecord, Piece, Placed, Record, SlotIndex, StepRecord
@@ -45,6 +46,8 @@ def pieces_of(logical: Mapping[str, bytes], rank: Mapping[str, bytes]) -> tuple[
         for pointer, raw in table.items():
             data += bytes(-len(data) % 64)
             piece = Piece(pointer=pointer, dtype="uint8", shape=(len(raw),), scope=scope)  # type: ignore[arg-type]
+            if pointer.startswith("/model/parameters/"):
+                piece = replace(piece, kind="parameter", dtype="float32", shape=(len(raw) // 4,))
             placed.append(Placed(piece=piece, offset=len(data), size_bytes=len(raw)))
             data += raw
     return tuple(placed), bytes(data)

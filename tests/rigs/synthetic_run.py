@@ -59,9 +59,16 @@ class SyntheticRun:
         )
 
     def train(
-        self, num_steps: int, *, units: tuple[str, ...] | None = None, loss: str | None = None, skip: int = 0, clock_step: int | None = None
+        self,
+        num_steps: int,
+        *,
+        units: tuple[str, ...] | None = None,
+        loss: str | None = None,
+        skip: int = 0,
+        clock_step: int | None = None,
+        not_applied: str | None = None,
     ) -> None:
-        """Journal so many steps; the other arguments make them wrong."""
+        """Journal so many steps; the other arguments make them wrong, or steps that were not applied, with this reason."""
         for _ in range(num_steps):
             self.step += 1 + skip
             world_size = self.generation.world_size
@@ -73,6 +80,8 @@ class SyntheticRun:
                     loss=loss or f"{int.from_bytes(hashlib.sha256(b'%d' % self.step).digest()[:8]):016x}",
                     clock=((self.generation.number, self.step if clock_step is None else clock_step, world_size),),
                     time_s=float(self.step),
+                    status="applied" if not_applied is None else "skipped",
+                    reason=not_applied or "",
                 )
             )
 

@@ -94,6 +94,8 @@ def daemon_pid(directory: Path) -> int | None:
         reply = channel.receive(10.0)[0]
         assert isinstance(reply, StatusReply), reply
         return int(reply.facts["pid"])
+    except ConnectionError:  # it is just ending by itself
+        return None
     finally:
         channel.close()
 

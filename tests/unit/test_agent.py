@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -83,6 +85,25 @@ def test_a_cut_without_its_step_in_the_journal_is_not_committed_yet(directory: s
     assert until(lambda: status(directory).facts["last_ready"] is None and status(directory).phase == "idle", "nothing to drain")
     job.ranks[0].journal(1, 1)
     job.committed()
+
+
+def test_B38_a_poisoned_snapshot_is_neither_a_checkpoint_nor_a_source(directory: str) -> None:
+    job = FakeJob(directory, 2)
+    job.start()
+    job.save()
+    job.train(2)
+    for rank in job.ranks:
+        rank.state["/model/parameters/w"] = struct.pack("<2f", 1.0, math.nan)
+    job.snapshot()
+    for rank in job.ranks:
+        failed = rank.expect(m.Failed)
+        assert (failed.step, failed.poisoned) == (2, True)
+        assert "the state of step 2 is poisoned: /model/parameters/w holds NaN" in failed.text
+    assert until(lambda: status(directory).facts["last_ready"] == 0, "only the sound snapshot is held")
+    assert steps(directory) == [0]
+    job.vanish()
+    plan = FakeJob(directory, 2).start()
+    assert (plan.step, plan.source) == (0, "memory")
 
 
 def test_retention_keeps_the_newest_and_the_milestones(directory: str) -> None:

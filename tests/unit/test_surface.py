@@ -13,7 +13,7 @@ import pytest
 import unbroken
 from unbroken.core import errors
 
-NAMES = {"Run", "Batches", "Sampler", "keyed", "Store", "open"}
+NAMES = {"Run", "Batches", "Sampler", "keyed", "Store", "open", "Anomalies", "Spike"}
 ERRORS = {
     "UnbrokenError",
     "CheckFailed",
@@ -31,7 +31,7 @@ ERRORS = {
     "Transient",
     "MissingExtra",
 }
-WARNINGS = {"SaveWarning", "EnvironmentChanged", "CheckpointWarning"}
+WARNINGS = {"SaveWarning", "AnomalyWarning", "EnvironmentChanged", "CheckpointWarning"}
 PUBLIC = NAMES | ERRORS | WARNINGS | {"StepLost"}
 MAX_IMPORT_S = 0.15
 

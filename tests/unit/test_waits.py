@@ -46,6 +46,7 @@ ALLOWED = {
     "checkpoints.py Store.close self.wait": "our own, which waits DRAIN_TIMEOUT_S",
     "opening.py Opening.open self.exchange.connect": "our own, whose groups have COLLECTIVE_TIMEOUT_S",
     "opening.py Opening.open self.start.connect": "our own, which waits CONNECT_TIMEOUT_S",
+    "opening.py Opening.go_back self.start.connect": "our own, which waits CONNECT_TIMEOUT_S",
     "opening.py Opening.reattach self.start.connect": "our own, which waits CONNECT_TIMEOUT_S",
     "stepping.py Stepping._refuse self._exchange.connect": "our own, whose groups have COLLECTIVE_TIMEOUT_S",
     "agent.py Daemon.__init__ deque": "outcomes: one cargo at a time",

@@ -23,7 +23,7 @@ class Fit:
 
     def tensors(self, items: Iterable[Item], lazy: Set[str] = frozenset()) -> None:
         """Parameters and buffers: name, shape and type of each but those that are made anew (`lazy`)."""
-        kinds = ("parameter", "buffer")
+        kinds = ("parameter", "frozen", "buffer", "nan_buffer")
         live = {i.piece.pointer: i.piece for i in items if i.piece.kind in kinds and i.piece.pointer not in lazy}
         stored = {p: piece for p, (piece, _) in self._pieces.items() if piece.kind in kinds and p not in lazy}
         self._missing += sorted(live.keys() - stored.keys())

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from unbroken.capture import names, pointers, tensors
+from unbroken.capture.finite import fault_of
 from unbroken.capture.fit import Fit
 from unbroken.capture.restore import load_optimizer
 from unbroken.capture.streams import Streams
@@ -74,6 +75,7 @@ class Stack:
         self.streams = streams
         self.notes: list[str] = []
         self._born = {name: buffer.shape for name, buffer in names.buffers_once(parts.models).items()}
+        self._born_nan = {id(buffer) for buffer in self.buffers().values() if fault_of(buffer) == "NaN"}
         if parts.scaler is not None and not isinstance(parts.scaler, torch.amp.GradScaler):
             raise TypeError(f"scaler= got {parts.scaler!r:.100}: pass a torch.amp.GradScaler, or leave it out")
         self.names = names.parameter_names(parts.models)
@@ -184,6 +186,11 @@ class Stack:
     def _model_items(self) -> list[Item]:
         items = flatten(self._tensors(names.parameters), "/model/parameters", kind="parameter")
         items += flatten(self._tensors(names.buffers), "/model/buffers", kind="buffer")
+        for item in items:  # where numbers that are not finite may be meant (see codec.finite); an alias's data are bytes
+            if isinstance(item.data, nn.Parameter) and not item.data.requires_grad:
+                item.piece = msgspec.structs.replace(item.piece, kind="frozen")
+            elif id(item.data) in self._born_nan:
+                item.piece = msgspec.structs.replace(item.piece, kind="nan_buffer")
         modes = {key: {n: m.training for n, m in names.modules(model)} for key, model in self.parts.models.items()}
         items += flatten(_folded(modes), "/model/modes", kind="mode")
         frozen = sorted(name for name, p in self.parameters().items() if not p.requires_grad)

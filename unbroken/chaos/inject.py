@@ -33,8 +33,10 @@ FAILPOINTS = (
     "capture.begin",
     "capture.copied",
     "capture.ready",
+    "rollback.begin",
+    "rollback.opened",
 )
-"""Where the trainer passes, in this order within a step and its boundary."""
+"""Where the trainer passes, in this order within a step and its boundary; the last two where it goes back to an earlier checkpoint."""
 
 DRAIN = "drain"
 DRAIN_WAIT_S = 5.0

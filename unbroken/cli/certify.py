@@ -21,6 +21,8 @@ FACTS = (
     "world_sizes",
     "steps_lost_total",
     "num_checkpoints",
+    "num_skipped",
+    "num_rollbacks",
     "fell_back",
     "samples_exactly_once",
     "losses_equal",
@@ -60,6 +62,8 @@ def _print(certificate: Certificate) -> None:
         console().print(f"lineage {branched.lineage}: from {branched.parent} at step {branched.step}, generation {branched.generation}")
         for change in branched.changes:
             console().print(f"  changed on purpose: {change.pointer}: {change.before} -> {change.after}", markup=False)
+    for step in certificate.skipped:
+        console().print(f"skipped: step {step.step}: {step.reason}")
     for one in certificate.condemned:
         console().print(f"condemned: step {one.step} of generation {one.generation}: {one.reason}")
     for difference in certificate.differences:

@@ -11,8 +11,8 @@ from msgspec import Struct
 
 Decision = Literal["restart", "evict", "stop", "done"]
 
-FINAL_EXIT_CODES = (3, 4)
-"""NoCheckpoint and Refused: starting again would meet the same folder in the same state."""
+FINAL_EXIT_CODES = (3, 4, 5)
+"""NoCheckpoint, Refused and GaveUp: starting again would meet the same folder in the same state."""
 
 MAX_STEPS_NAMED = 4
 """Of the steps at which a device failed, the newest ones."""

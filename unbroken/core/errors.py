@@ -9,7 +9,7 @@
     │   ├── NewerFormat              exit 4   written by a newer version
     │   ├── ForeignFolder            exit 4   not a folder of ours
     │   └── LayoutMismatch           exit 4   stored state cannot be mapped onto the live one
-    ├── GaveUp                       exit 5   restart budget or same-step rule
+    ├── GaveUp                       exit 5   restart budget, same-step rule, or anomalies without end
     ├── SaveFailed                   exit 1   a save did not become durable (also an OSError when the disk said so)
     └── StoreError                            what a tier says
         ├── Permanent                         trying again cannot help
@@ -17,6 +17,7 @@
 
     warnings (UserWarning): training goes on, and the claim or what is kept is less than one may think
     ├── SaveWarning                           an automatic save failed or could not start
+    ├── AnomalyWarning                        a step was not applied, or the run went back, because of its numbers
     ├── EnvironmentChanged                    a compared fact is not as it was at the checkpoint
     └── CheckpointWarning                     stored checkpoints were passed over, or a folder was taken over
 
@@ -90,7 +91,7 @@ class LayoutMismatch(Refused):
 
 
 class GaveUp(UnbrokenError):
-    """The restart budget is used up, or the same step failed too often."""
+    """The restart budget is used up, the same step failed too often, or too many steps in a row were not finite."""
 
     exit_code = 5
 
@@ -124,6 +125,10 @@ class StepLost(RuntimeError):
 
 class SaveWarning(UserWarning):
     """An automatic save failed or could not start; training went on and older checkpoints are untouched."""
+
+
+class AnomalyWarning(UserWarning):
+    """A step was not applied, or the run went back to an earlier checkpoint, because numbers were not finite or the loss a spike."""
 
 
 class EnvironmentChanged(UserWarning):

@@ -182,3 +182,9 @@ LOG_CLOSE_S = 15.0
 """Closing a run waits this long for its sinks: they must be done before a launcher's grace period (30 s) is over."""
 MAX_SETTINGS_BYTES = 1 << 20
 """An unbroken.toml larger than this is not one."""
+
+MAX_REASON_CHARS = 300
+"""Of why a step was skipped: it stands in the journal line of the step."""
+
+MAX_SKIPPED_WINDOWS = 16
+"""Windows of steps passed over that a run's state remembers: those before the newest checkpoints matter to nobody."""

@@ -37,12 +37,19 @@ class Welcome(Struct, frozen=True, kw_only=True, tag="welcome"):
 
 
 class Begin(Struct, frozen=True, kw_only=True, tag="begin"):
-    """Rank 0: choose where to start. `options` are birth facts, written to run.json if the run is new, else returned as stored."""
+    """Rank 0: choose where to start. `options` are birth facts, written to run.json if the run is new, else returned as stored.
+
+    `at_most`: no step beyond this one will do. `allow_nonfinite`: snapshots that hold NaN may become checkpoints. `reach_back`: a
+    checkpoint at least so many steps older than the newest one must stay.
+    """
 
     world_size: int
     resume: Literal["auto", "must", "never"]
     options: dict[str, Any] = msgspec.field(default_factory=dict)
     restart_count: int = 0
+    at_most: int | None = None
+    allow_nonfinite: bool = False
+    reach_back: int = 0
 
 
 class SlotSource(Struct, frozen=True, kw_only=True):
@@ -178,7 +185,7 @@ class Committed(Struct, frozen=True, kw_only=True, tag="committed"):
 class Failed(Struct, frozen=True, kw_only=True, tag="failed"):
     """A snapshot will not become a checkpoint; training goes on. `text` keeps the cause's type and words.
 
-    `superseded`: nothing went wrong, a newer snapshot overtook it while it was in memory only.
+    `superseded`: nothing went wrong, a newer snapshot overtook it while it was in memory only. `poisoned`: it holds NaN or infinities.
     """
 
     step: int
@@ -186,6 +193,7 @@ class Failed(Struct, frozen=True, kw_only=True, tag="failed"):
     text: str
     milestone: bool = False
     superseded: bool = False
+    poisoned: bool = False
 
 
 class Status(Struct, frozen=True, kw_only=True, tag="status"):

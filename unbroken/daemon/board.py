@@ -165,7 +165,10 @@ class Board:
             self._tell(Committed(step=step, generation=generation, milestone=milestone, state_root=root, seconds=seconds))
         elif not left_behind:  # else nobody waits for it any more
             self._set_fate(_stamp(outcome.cut), "failed")
-            self._tell(Failed(step=step, generation=generation, milestone=milestone, text=outcome.error))
+            if outcome.is_poisoned:
+                self.table.drop(outcome.cut)
+            poisoned = outcome.is_poisoned
+            self._tell(Failed(step=step, generation=generation, milestone=milestone, text=outcome.error, poisoned=poisoned))
         self.settle()
 
     def facts(self) -> dict[str, Any]:

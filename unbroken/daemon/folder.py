@@ -118,6 +118,8 @@ class RunFolder:
         self._notes: list[str] = []
         self._news: list[str] = []
         self._keep: int | None = None
+        self._reach_back = 0
+        self.allow_nonfinite = False
         self._turn = threading.Lock()
 
     @property
@@ -141,7 +143,8 @@ class RunFolder:
         `last_applied` is the newest step of the generation that ended, None if this daemon did not see it. A collection in progress is
         waited for: it ends after the file it is just removing.
         """
-        self._keep = request.options.get("keep")
+        self._keep, self.allow_nonfinite = request.options.get("keep"), request.allow_nonfinite
+        self._reach_back = request.reach_back
         if request.world_size < 1:
             raise ValueError(f"world_size {request.world_size}: must be at least 1")
         self._tier.is_starting = True  # from here on nothing is removed until `opened`: it may be what this start loads (I2)
@@ -217,7 +220,7 @@ class RunFolder:
         keep_newest = keep if isinstance(keep, int) and keep >= 1 else KEEP_NEWEST
         with self._turn:
             if not self._tier.is_starting:
-                repository.collect(keep_newest, writer=self.writer, clock=self.clock)
+                repository.collect(keep_newest, reach_back=self._reach_back, writer=self.writer, clock=self.clock)
 
     def keep_stacks(self, step: int, generation: int, text: str) -> str:
         """Write what the watchdog has seen into the folder of stacks, the oldest of which go; the file's path. For people: never read."""
@@ -288,6 +291,7 @@ class RunFolder:
                 state=state,
                 restart_count=request.restart_count,
                 witnessed=witnessed,
+                at_most=request.at_most,
             )
 
     def _condemn(self, choice: Choice, message: Bad) -> None:

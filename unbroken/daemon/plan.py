@@ -55,11 +55,13 @@ def choose(
     state: LogState | None = None,
     restart_count: int = 0,
     witnessed: bool = False,
+    at_most: int | None = None,
 ) -> tuple[Choice, str]:
     """The newest step that can be had, memory before disk at the same step, and why.
 
     `commits` are the visible ones, ascending; `state` is the whole log, None if there is no run; `exclude` says what was found bad just
     now, and how. `witnessed`: whoever asks has seen the earlier tries of this start, and that none of them opened a generation.
+    `at_most`: the newest step that will do.
     Raises NoCheckpoint where a checkpoint must be and none is (I10), Refused for `resume="never"` where a run is.
     """
     if resume == "never":
@@ -68,19 +70,24 @@ def choose(
         return Choice(source="fresh"), 'resume="never" and nothing is here'
     passed: dict[Key, str] = dict(exclude) | dict(_condemned(state))
     best: Choice | None = None
-    for cut in memory:
+    newest = float("inf") if at_most is None else at_most
+    for cut in (cut for cut in memory if cut.step <= newest):
         reason = passed.get(cut.key) or _off_lineage(cut, state)
         if reason:
             passed[cut.key] = reason
         elif best is None or cut.step > best.step:
             best = Choice(source="memory", step=cut.step, generation=cut.generation, cut=cut)
     for commit in commits:
-        if ("disk", commit.step, commit.generation) not in exclude and (best is None or commit.step > best.step):
+        if commit.step > newest or ("disk", commit.step, commit.generation) in exclude:
+            continue
+        if best is None or commit.step > best.step:
             best = _from_disk(commit)
     if best is not None:
         why = f"step {best.step} of generation {best.generation} is the newest to be had, from {best.source}"
         notes = tuple(f"passed over: {text}" for text in _listing({k: v for k, v in passed.items() if k[1] >= best.step}))
         return Choice(source=best.source, step=best.step, generation=best.generation, cut=best.cut, commit=best.commit, notes=notes), why
+    if at_most is not None:
+        raise NoCheckpoint(f"no checkpoint of step {at_most} or an earlier one is left to go back to")
     return _nothing_usable(resume, state, passed, restart_count, witnessed)
 
 

@@ -26,6 +26,9 @@ Grade = Literal["exact", "sequence", "none"]
 _NO_LOSS = 0x7FF8 << 48
 """Bits of the NaN that stands for a loss which the script did not tell."""
 
+MAX_SKIPPED = 1000
+"""Skipped steps that are named; the rest is counted."""
+
 MAX_NAMES = 5
 """Differing pieces that are named in one problem."""
 
@@ -49,11 +52,22 @@ class Branched(Struct, frozen=True, kw_only=True):
     changes: list[Change]
 
 
+class Skipped(Struct, frozen=True, kw_only=True):
+    """A step that was committed without having been applied, because of its numbers: its samples were used up and are in no update."""
+
+    step: int
+    reason: str
+
+
 class Certificate(Struct, frozen=True, kw_only=True):
     """What is proven. `problems` name the object each; `differences` are recorded facts that limit the claim.
 
-    `branches` are the branch points that `lineage` descends from, the oldest first. `world_sizes` has one entry per generation;
-    `steps_lost_total` counts steps that were applied and had to be done again; a field is None where it was not, or could not be, checked.
+    `num_skipped` counts steps that were not applied, overflows of a loss scale among them; `skipped` names the first of the others,
+    `num_rollbacks` how often the run went back because of them. `branches` are the branch points that `lineage` descends from, the oldest
+    first.
+
+    `world_sizes` has one entry per generation; `steps_lost_total` counts steps that were applied and had to be done again; a field is
+    None where it was not, or could not be, checked.
     """
 
     certified: bool
@@ -75,6 +89,9 @@ class Certificate(Struct, frozen=True, kw_only=True):
     final_root: str
     lineage: str = "main"
     branches: list[Branched] = []
+    num_skipped: int = 0
+    num_rollbacks: int = 0
+    skipped: list[Skipped] = []
 
 
 def certify(tier: Tier, lineage: str = "main", *, against: Tier | None = None, against_lineage: str = "main") -> Certificate:
@@ -92,7 +109,7 @@ def certify(tier: Tier, lineage: str = "main", *, against: Tier | None = None, a
         problems += found
         if superseded_equal is False:
             problems.append("a superseded attempt has other loss bits than its replay: the computation is not deterministic")
-    certified = not problems
+    certified, skipped = not problems, history.skipped()
     exact = certified and against is not None
     return Certificate(
         certified=certified,
@@ -106,6 +123,9 @@ def certify(tier: Tier, lineage: str = "main", *, against: Tier | None = None, a
         samples_exactly_once=history.samples_as_ordered,
         superseded_equal=superseded_equal,
         fell_back=_fell_back(repository.log.state),
+        num_skipped=len(skipped),
+        num_rollbacks=history.num_rollbacks,
+        skipped=[Skipped(step=step, reason=reason) for step, reason in skipped.items() if reason][:MAX_SKIPPED],
         condemned=[_condemned(entry) for entry in repository.log.state.condemned],
         differences=_differences(history, repository.facts.options),
         problems=problems[:MAX_PROBLEMS],
@@ -133,6 +153,9 @@ def _compare(history: History, repository: Repository, reference: Repository) ->
     other, problems = _examine(reference)
     problems = [f"reference: {problem}" for problem in problems]
     losses_equal = _losses_equal(history.losses(), other.losses(), problems)
+    elsewhere = sorted(step for step in history.skipped().keys() ^ other.skipped().keys() if step <= history.final_step)
+    if elsewhere:
+        problems.append(f"step {elsewhere[0]}: skipped in one of both runs and applied in the other ({len(elsewhere)} such steps)")
     mine, theirs = history.roots(), other.roots()
     unequal = sorted(step for step in mine.keys() & theirs.keys() if mine[step] != theirs[step])
     if unequal:
@@ -188,10 +211,19 @@ def _steps_lost(history: History) -> int:
 
 
 def _superseded_equal(history: History) -> bool | None:
-    """Each superseded attempt against the surviving one of the same step; None if nothing was done twice."""
-    surviving = history.losses()
-    pairs = [(bits, surviving[step - 1]) for a in history.attempts for step, bits in a.superseded() if step <= len(surviving)]
-    return all(bits == replay for bits, replay in pairs) if pairs else None
+    """Each superseded attempt against the surviving one of the same step; None if nothing was done twice.
+
+    Up to the first step that one of them applied and the other skipped, because an anomaly was seen only later: from there on the
+    attempt computed with other weights, which is why it was given up.
+    """
+    surviving, skipped = history.losses(), history.skipped()
+    pairs: list[tuple[int, int]] = []
+    for attempt in history.attempts:
+        for step, loss in attempt.superseded():
+            if step > len(surviving) or (step in attempt.skipped) != (step in skipped):
+                break
+            pairs.append((loss, surviving[step - 1]))
+    return all(loss == replay for loss, replay in pairs) if pairs else None
 
 
 def _fell_back(state: LogState) -> bool:

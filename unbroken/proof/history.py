@@ -32,7 +32,7 @@ class Attempt:
     """One generation: what it started from, its steps in order, and how far they survive.
 
     `losses[i]` holds the bits of the loss of step `generation.base_step + 1 + i`. The first `num_continued` of its steps were not computed
-    in it: the daemon had died, and they were journalled again.
+    in it: the daemon had died, and they were journalled again. `skipped`: its steps that were not applied, and why; "" for an overflow.
     """
 
     generation: Generation
@@ -41,6 +41,7 @@ class Attempt:
     losses: array[int] = field(default_factory=lambda: array("Q"))
     roots: dict[int, str] = field(default_factory=dict)
     num_continued: int = 0
+    skipped: dict[int, str] = field(default_factory=dict)
 
     @property
     def base(self) -> int:
@@ -70,6 +71,7 @@ class History:
     until: int = 0
     branch: BranchEntry | None = None
     inherited: History | None = None
+    num_rollbacks: int = 0
     problems: list[str] = field(default_factory=list)
     samples_as_ordered: bool | None = None
 
@@ -93,6 +95,10 @@ class History:
             if attempt.base == len(out) and attempt.end > attempt.base:
                 out.extend(attempt.losses[: attempt.end - attempt.base])
         return out
+
+    def skipped(self) -> dict[int, str]:
+        """Surviving steps that were not applied, ascending, and why; "" after an overflow of the loss scale."""
+        return {step: reason for a in self.attempts for step, reason in a.skipped.items() if a.base < step <= a.end}
 
     def roots(self) -> dict[int, str]:
         """State roots of surviving steps, by step."""
@@ -193,6 +199,8 @@ class _Reader:
             self._take_root(number, record)
         elif isinstance(record, BeginRecord):
             self._take_begin(number, record)
+        elif record.name == "rollback":
+            self._history.num_rollbacks += 1
         elif record.name == "continued" and isinstance(steps := record.facts.get("steps"), int):
             self._attempt.num_continued = steps
         for commit in self._heads.pop(number, ()):
@@ -226,6 +234,8 @@ class _Reader:
         except (ValueError, OverflowError):
             attempt.losses.append(0)
             self._problem(f"{self._path} line {number}: {record.loss!r} are not the bits of a loss")
+        if record.status == "skipped":
+            attempt.skipped[record.step] = record.reason
         clock = record.clock
         if len(clock) != 1 or clock[0] != (generation.number, record.step, generation.world_size):
             self._problem(f"{self._path} line {number}: the ranks' clock {clock} is no cut of all ranks at step {record.step}")

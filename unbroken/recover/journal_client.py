@@ -11,7 +11,7 @@ import msgspec
 from unbroken.codec import metrics
 from unbroken.codec.metrics import Value
 from unbroken.core.errors import SaveWarning, StepLost
-from unbroken.core.limits import MAX_MESSAGE_BYTES
+from unbroken.core.limits import MAX_MESSAGE_BYTES, MAX_REASON_CHARS
 from unbroken.core.messages import Journal, Plan
 from unbroken.core.records import EventRecord, Record, StepRecord
 from unbroken.recover.link import DaemonLost, Link
@@ -75,6 +75,7 @@ class JournalClient:
             loss=applied.loss_bits,
             clock=((self._plan.generation, step, self._world_size),),
             status=applied.status,
+            reason=applied.reason[:MAX_REASON_CHARS],
             time_s=now_s,
         )
         covered = self._link.committed.step if self._link.committed is not None else -1

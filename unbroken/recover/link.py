@@ -50,6 +50,7 @@ class Link:
         self.committed: Committed | None = None
         self.failures: list[Failed] = []
         self.superseded: list[Failed] = []
+        self.poison, self.poisoned_step = "", 0
         self._newest: dict[bool, int] = {}
         self._refusal = ""
         self.lost: str | None = None
@@ -99,6 +100,11 @@ class Link:
         """Tell the others why this rank ends, as far as somebody listens."""
         with contextlib.suppress(OSError, errors.UnbrokenError):
             self.send(Leaving(text=errors.describe(error)))
+
+    def forget_poison(self) -> None:
+        """What was told of poisoned snapshots concerns this run no more."""
+        self.poison, self.poisoned_step = "", 0
+        self.failures = [failure for failure in self.failures if not failure.poisoned]
 
     def poll(self) -> None:
         """Take in what has arrived, without waiting. A failed save becomes one warning."""
@@ -191,6 +197,10 @@ class Link:
             self.superseded.append(message)
         elif isinstance(message, Failed):
             self.failures.append(message)
+            if message.poisoned:  # the run goes back, and says so
+                if not self.poison or message.step < self.poisoned_step:
+                    self.poison, self.poisoned_step = message.text, message.step
+                return
             warnings.warn(f"checkpoint of step {message.step} not saved, training goes on: {message.text}", SaveWarning, stacklevel=4)
         elif isinstance(message, Error):  # nobody waits for it: a snapshot or a journal record was refused
             self._refusal = f"{message.kind}: {message.text}"

@@ -6,6 +6,7 @@ import contextlib
 from dataclasses import dataclass, field
 
 from unbroken.codec.digest import digest, rank_root, state_root
+from unbroken.codec.finite import poison
 from unbroken.core.errors import Damaged, UnbrokenError
 from unbroken.core.messages import OldSlots, Plan, Slots
 from unbroken.core.ports import Buffer, Tier
@@ -76,6 +77,16 @@ def check_frozen(loaded: Loaded, tier: Tier, plan: Plan, rank: int, lineage: str
     mine = rank_root((loaded.pieces[pointer][0], value) for pointer, value in loaded.digests.items())
     if stored and mine != stored:
         raise Damaged(name, f"what is the rank's own of step {plan.step} in it has root {mine[:16]}, stored was {stored[:16]}")
+
+
+def require_sound(loaded: Loaded, plan: Plan, rank: int) -> None:
+    """Damaged when a snapshot that the daemon has not looked at yet holds NaN or infinities where there must be none."""
+    if plan.state_root:  # a checkpoint: it was looked at before it became one
+        return
+    for piece, data in loaded.pieces.values():
+        found = poison(piece, data)
+        if found:
+            raise Damaged(f"memory slot of rank {rank}", f"the state of step {plan.step} in it is poisoned: {found}")
 
 
 def _stored_rank_root(tier: Tier, plan: Plan, rank: int, lineage: str) -> str:

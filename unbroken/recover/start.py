@@ -26,8 +26,9 @@ from unbroken.core.records import MAIN_LINEAGE, Piece
 from unbroken.recover.attempts import attempt, must_find, opened_so_far
 from unbroken.recover.link import Link
 from unbroken.recover.once import Once
-from unbroken.recover.sources import Loaded, check_frozen, from_disk, from_memory
+from unbroken.recover.sources import Loaded, check_frozen, from_disk, from_memory, require_sound
 from unbroken.recover.together import together
+from unbroken.step.anomalies import Watch
 from unbroken.step.exchange import Exchange
 
 MAX_DIFFERENCES = 64
@@ -53,16 +54,24 @@ class _Found(Struct, frozen=True):
 
 @dataclass
 class Counters:
-    """What a run has counted; part of the state root."""
+    """What a run has counted, and what its rules about anomalies remember; part of the state root."""
 
     step: int = 0
     samples: int = 0
     applied: int = 0
     skipped: int = 0
+    watch: Watch = field(default_factory=Watch)
 
-    def as_dict(self) -> dict[str, int]:
+    def as_dict(self) -> dict[str, Any]:
         """By name."""
-        return {"step": self.step, "samples": self.samples, "applied": self.applied, "skipped": self.skipped}
+        counted: dict[str, Any] = {"step": self.step, "samples": self.samples, "applied": self.applied, "skipped": self.skipped}
+        kept = self.watch.as_dict()
+        return counted | {"watch": kept} if kept else counted
+
+    @classmethod
+    def restored(cls, kept: dict[str, Any]) -> Counters:
+        """From what `as_dict` gave."""
+        return cls(**kept | {"watch": Watch.restored(kept.get("watch", {}))})
 
 
 @dataclass
@@ -77,6 +86,8 @@ class Start:
     resume: str
     options: dict[str, Any]
     lineage: str = MAIN_LINEAGE
+    allow_nonfinite: bool = False
+    reach_back: int = 0
     counters: Counters = field(default_factory=Counters)
     differences: tuple[str, ...] = ()
     moments: dict[str, float] = field(default_factory=dict)
@@ -114,14 +125,17 @@ class Start:
             link = together(exchange, lambda: Link.open(self.directory, hello, self.clock, start=False, lineage=self.lineage))
         return link
 
-    def plan(self, link: Link) -> Plan:
-        """Rank 0 asks where to start; all learn the answer, or its refusal."""
+    def plan(self, link: Link, at_most: int | None = None) -> Plan:
+        """Rank 0 asks where to start, at step `at_most` or before; all learn the answer, or its refusal."""
         restarts, elsewhere = must_find(self.directory, attempt(), opened_so_far())
         question = Begin(
             world_size=self.exchange.world_size,
             resume=self.resume,  # type: ignore[arg-type]
             options=self.options,
             restart_count=restarts,
+            at_most=at_most,
+            allow_nonfinite=self.allow_nonfinite,
+            reach_back=self.reach_back,
         )
         return self._from_rank_0(lambda: self._ask_for_plan(link, question, elsewhere))
 
@@ -199,6 +213,8 @@ class Start:
             else:
                 loaded = from_memory(link, plan, rank)
                 check_frozen(loaded, self.tier, plan, rank, self.lineage)
+                if not self.allow_nonfinite:
+                    require_sound(loaded, plan, rank)
             return loaded, _Found(root=loaded.root)
         except Damaged as error:
             if loaded is not None:
@@ -220,7 +236,7 @@ class Start:
         def put_back() -> None:
             adopt(plan)
             self.stack.restore(loaded.pieces, own_streams=loaded.own)
-            self.counters = Counters(**rebuild(loaded.pieces, "/counters"))
+            self.counters = Counters.restored(rebuild(loaded.pieces, "/counters"))
             if loaded.own and "/loader" in loaded.pieces:
                 self.loader_state = rebuild(loaded.pieces, "/loader")
             self.once.restore(loaded.pieces)

@@ -15,16 +15,18 @@ unit had one, `.grad` stays None.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 
 import msgspec
 import torch
 from msgspec import Struct, structs
 
 from unbroken.core.limits import COLLECTIVE_TIMEOUT_S
+from unbroken.order.tree import Node, merge
 from unbroken.step.bucket import BUCKET_BYTES, Arrived, Bucket, Shares, split
 from unbroken.step.exchange import Exchange, ExchangeFailed
 from unbroken.step.flat import ALIGN, FlatLayout, Sums
@@ -32,7 +34,10 @@ from unbroken.step.lane import Lane
 
 
 class UnitFacts(Struct, frozen=True, array_like=True):
-    """What travels with a unit: sample digest, weight, float64 loss bits (hex), and a digest of its integer buffers ("" if untouched)."""
+    """What travels with a unit: sample digest, weight, float64 loss bits (hex), and a digest of its integer buffers ("" if untouched).
+
+    `loss` is "" where the script did not tell it.
+    """
 
     unit: int
     digest: str
@@ -42,11 +47,16 @@ class UnitFacts(Struct, frozen=True, array_like=True):
 
 
 class Flags(Struct, frozen=True, array_like=True):
-    """What each rank sends with its units: asked to stop, a snapshot at the boundary after next (rank 0), its daemon has gone."""
+    """What each rank sends with its units: asked to stop, a snapshot at the boundary after next (rank 0), its daemon has gone.
+
+    `poisoned`: a step whose state it has learned to be non-finite, 0 for none; `bad_norm`: so was the clip norm of the step before.
+    """
 
     stop: bool = False
     snapshot_next: bool = False
     daemon_lost: bool = False
+    poisoned: int = 0
+    bad_norm: bool = False
 
 
 class RankFacts(Struct, frozen=True, array_like=True):
@@ -76,6 +86,26 @@ class Reduced:
     def units(self) -> list[UnitFacts]:
         """All units of the step, in order."""
         return sorted((u for rank in self.facts for u in rank.units), key=lambda u: u.unit)
+
+    @cached_property
+    def loss(self) -> float | None:
+        """The weighted mean over the units in unit order; None where the script did not tell it for all of them."""
+        units = self.units()
+        if any(u.loss == "" for u in units):
+            return None
+        nodes = merge({Node(0, u.unit): u.weight * from_bits(u.loss) for u in units}, lambda a, b: a + b, len(units))
+        assert len(nodes) == 1
+        return float(next(iter(nodes.values()))) / max(self.total_weight, 1)
+
+
+def bits(value: float) -> str:
+    """The 64 bits of a float as 16 hex digits, most significant first."""
+    return struct.pack(">d", value).hex()
+
+
+def from_bits(text: str) -> float:
+    """The float that `bits` wrote."""
+    return float(struct.unpack(">d", bytes.fromhex(text))[0])
 
 
 class OrderedReduction:

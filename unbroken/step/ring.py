@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from unbroken.capture.stack import Stack
 from unbroken.step.exchange import Exchange
-from unbroken.step.reduce import Flags, RankFacts, Reduced, UnitFacts
-from unbroken.step.update import Update, bits, scaled
+from unbroken.step.reduce import Flags, RankFacts, Reduced, UnitFacts, bits
+from unbroken.step.update import Update, scaled
 
 
 def require_fixed_buckets(models: Mapping[str, nn.Module], world_size: int) -> None:
@@ -68,11 +68,11 @@ class RingUpdate(Update):
 
     def reduce(self, flags: Flags, waiting: Callable[[], None] = lambda: None) -> Reduced:
         """Tell all ranks what each has computed; rank 0's buffers become everybody's, as DDP would make them at the next forward."""
-        unknown = float("nan")  # a plain loop need not tell us its loss
-        losses = [u.loss.item() if u.loss is not None else unknown if u.weight else 0.0 for u in self.collected]
-        units = tuple(UnitFacts(u.unit, u.digest, u.weight, bits(loss), "") for u, loss in zip(self.collected, losses, strict=True))
+        unknown = ""  # a plain loop need not tell us its loss
+        losses = [bits(u.loss.item()) if u.loss is not None else unknown if u.weight else bits(0.0) for u in self.collected]
+        units = tuple(UnitFacts(u.unit, u.digest, u.weight, loss, "") for u, loss in zip(self.collected, losses, strict=True))
         waiting()
-        facts = self._exchange.share(RankFacts(units=units, flags=flags), RankFacts)
+        facts = self._exchange.share(RankFacts(units=units, flags=self._with_norm(flags)), RankFacts)
         self._buffers.settle()
         for buffer in self._buffers.all:
             flat = buffer.detach().contiguous().flatten().view(torch.uint8)

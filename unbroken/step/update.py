@@ -6,45 +6,40 @@ Nothing of the state changes before `reduce` has returned, so that a refused att
 
 from __future__ import annotations
 
-import struct
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import msgspec
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from unbroken.capture.finite import fault_of
 from unbroken.capture.stack import Stack
 from unbroken.codec.digest import text_digest
 from unbroken.core.ports import failpoint
-from unbroken.order.tree import Node, merge
 from unbroken.order.units import blocks
 from unbroken.step.early import EarlyStart
 from unbroken.step.exchange import Exchange
 from unbroken.step.flat import sum_type
 from unbroken.step.live_buffers import LiveBuffers
-from unbroken.step.reduce import Flags, OrderedReduction, RankFacts, Reduced, UnitFacts
+from unbroken.step.reduce import Flags, OrderedReduction, RankFacts, Reduced, UnitFacts, bits
 
 
 @dataclass(frozen=True)
 class Applied:
-    """What a step did: `loss` is the weighted mean over its units in unit order; `status` "skipped" after a scaler overflow."""
+    """What a step did: `loss` is the weighted mean over its units in unit order; NaN where the script did not tell it.
+
+    `status` "skipped": weights untouched, after an overflow of the scaler, or because of an anomaly, which `reason` names.
+    """
 
     loss: float
     loss_bits: str
     status: Literal["applied", "skipped"]
     num_samples: int
     units: tuple[str, ...]
-
-
-def bits(value: float) -> str:
-    """The 64 bits of a float as 16 hex digits, most significant first."""
-    return struct.pack(">d", value).hex()
-
-
-def from_bits(text: str) -> float:
-    """The float that `bits` wrote."""
-    return float(struct.unpack(">d", bytes.fromhex(text))[0])
+    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -64,7 +59,8 @@ class Update:
 
     Cost in the step path: an addition of gradients per unit but the first, the collectives of `OrderedReduction.reduce`, on CPU beside
     backward of the last unit; nothing is copied into `.grad`. Float buffers travel with the gradients. On accelerators the losses and
-    facts are read once per step.
+    facts are read once per step, and the clip norm with those of the next one (`reads_norm` is False): reading it at once would wait for
+    the device.
     `full_weight`: samples of a full step (default: one per unit).
     """
 
@@ -72,7 +68,6 @@ class Update:
         self._stack = stack
         self._parameters = [p for p in stack.parameters().values()]
         self._buffers = LiveBuffers(stack.parts.models)
-        self._num_units = num_units
         self._full_weight = full_weight or num_units
         self._exchange = exchange
         integer_bytes = sum(b.numel() * b.element_size() for b in self._buffers.integers)
@@ -88,6 +83,8 @@ class Update:
         self._applying = [False]  # the hooks hold this and `_ran`, not us: an optimizer may outlive the run
         self._undone: list[Callable[[], None]] = []
         self._epochs: list[Any] | None = None
+        self.reads_norm = exchange.device.type == "cpu"
+        self._unread: torch.Tensor | None = None
         for optimizer in stack.parts.optimizers.values():
             self._undone += [hook.remove for hook in _step_hooks(optimizer, self._applying, self._ran)]
         for model in stack.parts.models.values():
@@ -190,10 +187,11 @@ class Update:
         """
         self._buffers.rewind()
         units, raw = [], b""
+        told = self._read_facts()
         num_floats = len(self._buffers.floats)
         present = bytearray(self.reduction.present)
         present[len(self._parameters) :] = bytes(num_floats)  # a buffer counts where a unit has written it
-        for u, (loss, changed) in zip(self.collected, self._read_facts(), strict=True):
+        for u, (loss, changed) in zip(self.collected, told, strict=True):
             digest = ""
             for j, flag in enumerate(changed[:num_floats]):
                 present[len(self._parameters) + j] |= flag
@@ -204,42 +202,64 @@ class Update:
         late = self._early.was_late
         if late:
             self._early.stop()
-        facts = RankFacts(units=tuple(units), flags=flags, present=bytes(present), integers=raw, late=late)
+        facts = RankFacts(units=tuple(units), flags=self._with_norm(flags), present=bytes(present), integers=raw, late=late)
         waiting()
         return self.reduction.reduce(facts)
+
+    def has_bad_norm(self) -> bool:
+        """Was the norm of the step before, which nobody has looked at yet, not finite?"""
+        return self._unread is not None and not bool(self._unread.isfinite())
+
+    def _with_norm(self, flags: Flags) -> Flags:
+        return msgspec.structs.replace(flags, bad_norm=True) if self.has_bad_norm() else flags
 
     def _read_facts(self) -> list[tuple[float, list[bool]]]:
         """Of each unit its loss and which buffers it wrote; one copy from the device, which waits for the step's forward passes."""
         told = [[] if u.loss is None else [u.loss.reshape(()), *(u.changed if u.integers is not None else ())] for u in self.collected]
-        flat = [value for unit in told for value in unit]
+        flat = [value for unit in told for value in unit] + ([] if self._unread is None else [self._unread])
         read = iter(torch.stack([value.to(flat[0].device, torch.float64) for value in flat]).tolist() if flat else ())
         facts = []
         for unit in told:
             loss, *changed = [next(read) for _ in unit] or [0.0]
             facts.append((loss, [bool(flag) for flag in changed]))
+        self._unread = None if self._unread is None else torch.tensor(next(read))
         return facts
 
-    def apply(self, reduced: Reduced, clip_grad_norm: float | None) -> Applied:
-        """Unscale, clip, optimizers, schedulers, zero_grad. All ranks do the same on the same bits."""
+    def apply(
+        self, reduced: Reduced, clip_grad_norm: float | None, *, skip: str = "", check_norm: bool = False, careful: bool = False
+    ) -> Applied:
+        """Unscale, clip, optimizers, schedulers, zero_grad. All ranks do the same on the same bits.
+
+        skip: why the step must not be applied. check_norm: skip it, too, where the clip norm is not finite. careful: where any gradient
+        is not, which costs a pass over them. Buffers of a skipped step are those of its beginning.
+        """
         units = reduced.units()
         self._check_integers(units)
-        self._deliver(reduced)
-        failpoint("step.optimizer")
-        self._applying[0] = True
-        applied = self._run_optimizers(clip_grad_norm)
-        self._applying[0] = False
+        applied, reason = False, skip
+        self._unread = None
+        if not skip:
+            self._deliver(reduced)
+            failpoint("step.optimizer")
+            self._applying[0] = True
+            applied, reason = self._run_optimizers(clip_grad_norm, check_norm, careful)
+            self._applying[0] = False
+        elif reduced.loss is not None and not math.isfinite(reduced.loss):
+            self._show_scaler(reduced)
+        if reason:
+            self._buffers.rewind()
         self._clear_gradients()
         if applied:
             for scheduler in self._stack.parts.schedulers.values():
                 scheduler.step()
         self._epochs = self._scheduler_epochs()
-        loss = self._loss(units, reduced.total_weight)
+        loss = float("nan") if reduced.loss is None else reduced.loss
         return Applied(
             loss=loss,
             loss_bits=bits(loss),
             status="applied" if applied else "skipped",
             num_samples=sum(u.weight for u in units),
             units=tuple(u.digest for u in units),
+            reason=reason,
         )
 
     def _scheduler_epochs(self) -> list[Any]:
@@ -281,14 +301,21 @@ class Update:
     def _integer_names(self) -> list[str]:
         return sorted(name for name, buffer in self._stack.buffers().items() if not buffer.is_floating_point())
 
-    def _run_optimizers(self, clip_grad_norm: float | None) -> bool:
+    def _run_optimizers(self, clip_grad_norm: float | None, check_norm: bool, careful: bool) -> tuple[bool, str]:
+        """Whether they ran, and which anomaly kept them from it; a scaler's overflow is none, and it looks at gradients by itself."""
         scaler, optimizers = self._stack.parts.scaler, list(self._stack.parts.optimizers.values())
         if scaler is not None:
             optimizers = [o for o in optimizers if _has_gradient(o)]  # a scaler refuses the others
             for optimizer in optimizers:
                 scaler.unscale_(optimizer)
         if clip_grad_norm is not None:
-            torch.nn.utils.clip_grad_norm_(self._parameters, clip_grad_norm)
+            norm = torch.nn.utils.clip_grad_norm_(self._parameters, clip_grad_norm)
+        if scaler is None:
+            reason = self._bad_gradient() if careful else ""
+            if not reason and check_norm and clip_grad_norm is not None:
+                reason = self._bad_norm(norm, careful)
+            if reason:
+                return False, reason
         for key in self._ran:
             self._ran[key] = False
         for optimizer in optimizers:
@@ -297,15 +324,48 @@ class Update:
             else:
                 optimizer.step()
         if scaler is None or not optimizers:
-            return True
+            return True, ""
         applied = any(self._ran[id(o)] and not _skipped_inside(scaler, o) for o in optimizers)
         scaler.update()
-        return applied
+        return applied, ""
 
-    def _loss(self, units: list[UnitFacts], total_weight: int) -> float:
-        nodes = merge({Node(0, u.unit): u.weight * from_bits(u.loss) for u in units}, lambda a, b: a + b, self._num_units)
-        assert len(nodes) == 1
-        return float(next(iter(nodes.values()))) / max(total_weight, 1)
+    def _show_scaler(self, reduced: Reduced) -> None:
+        """A loss that is not finite is no reason to keep its gradient from the scaler, whose scale follows every overflow."""
+        scaler = self._stack.parts.scaler
+        if scaler is None:
+            return
+        self._deliver(reduced)
+        optimizers = [o for o in self._stack.parts.optimizers.values() if _has_gradient(o)]
+        for optimizer in optimizers:
+            scaler.unscale_(optimizer)
+        if optimizers:
+            scaler.update()
+
+    def _bad_gradient(self) -> str:
+        for name, parameter in self._stack.parameters().items():
+            found = fault_of(parameter.grad) if parameter.grad is not None else ""
+            if found:
+                return f"the gradient of {name} holds {found}"
+        return ""
+
+    def _bad_norm(self, norm: torch.Tensor, careful: bool) -> str:
+        if not (self.reads_norm or careful):
+            self._unread = norm.detach()
+            return ""
+        return "" if bool(norm.isfinite()) else f"the norm of the gradient is {float(norm)}"
+
+
+def passed_over(facts: list[RankFacts], reason: str) -> Applied:
+    """A step that is committed without having been computed: nobody knows its loss."""
+    units = Reduced(facts=facts, total_weight=0).units()
+    return Applied(
+        loss=float("nan"),
+        loss_bits=bits(float("nan")),
+        status="skipped",
+        num_samples=sum(u.weight for u in units),
+        units=tuple(u.digest for u in units),
+        reason=reason,
+    )
 
 
 def _step_hooks(optimizer: torch.optim.Optimizer, applying: list[bool], ran: dict[int, bool]) -> list[Any]:

@@ -24,13 +24,17 @@ class _Nothing(Exception):
     """No commit is to be withdrawn."""
 
 
-def withdrawn(state: LogState, keep_newest: int, borrowed: set[Key], in_grace: set[Key]) -> tuple[CommitEntry, ...]:
+def withdrawn(state: LogState, keep_newest: int, borrowed: set[Key], in_grace: set[Key], reach_back: int = 0) -> tuple[CommitEntry, ...]:
     """Commits to withdraw: visible ones beyond the newest `keep_newest` and the milestones, superseded ones, condemned ones out of grace.
+
+    With `reach_back` the newest one that is so many steps older than the newest of all stays, too, or the oldest if none is.
 
     Commits from before a fresh start are another history: they stay until somebody removes them on purpose.
     """
     seen = visible(state)
     keep = {key_of(c) for c in seen[-keep_newest:]} | {key_of(c) for c in seen if c.milestone} | borrowed | in_grace
+    if reach_back:
+        keep |= {key_of(c) for c in [c for c in seen if c.step <= seen[-1].step - reach_back][-1:] or seen[:1]}
     limits = reach(state)
     return tuple(c for c in state.commits if c.generation in limits and key_of(c) not in keep)
 
@@ -47,7 +51,7 @@ class Collector:
         self._opened = opened
         self._named: set[str] = set()
 
-    def run(self, keep_newest: int, in_grace: set[Key], *, writer: Writer, clock: Clock) -> list[str]:
+    def run(self, keep_newest: int, in_grace: set[Key], *, reach_back: int, writer: Writer, clock: Clock) -> list[str]:
         """Withdraw and delete; the paths that went. Raises Fenced before anything is changed when a newer generation exists.
 
         Raises Damaged or Transient, with nothing deleted, when it cannot be known what another lineage needs; a later collection goes on.
@@ -55,7 +59,7 @@ class Collector:
 
         def make(state: LogState) -> PruneEntry:
             check_collector(state, self._opened)
-            going = withdrawn(state, keep_newest, self._holds.borrowed(), in_grace)
+            going = withdrawn(state, keep_newest, self._holds.borrowed(), in_grace, reach_back)
             self._named = self._objects(going)
             if not going:
                 raise _Nothing

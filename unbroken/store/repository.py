@@ -254,8 +254,10 @@ class Repository:
         with self._lock:
             self.log.append(entry, writer=writer, clock=clock, check=check)
 
-    def collect(self, keep_newest: int, *, writer: Writer, clock: Clock) -> list[str]:
+    def collect(self, keep_newest: int, *, reach_back: int = 0, writer: Writer, clock: Clock) -> list[str]:
         """Keep the newest checkpoints and the milestones, delete the rest and all leftovers; the paths that went.
+
+        reach_back: the newest one that is so many steps older than the newest of all stays, too.
 
         Raises Fenced unless this object opened the newest generation. Cost: two LISTs and one delete per object.
         """
@@ -266,7 +268,7 @@ class Repository:
             assert self._opened is not None
             in_grace = {key_of(c) for c in self.log.state.condemned} - self._out_of_grace
             collector = Collector(self.tier, self.log, self._catalog, self._others, self._holds, opened=self._opened)
-            return collector.run(keep_newest, in_grace, writer=writer, clock=clock)
+            return collector.run(keep_newest, in_grace, reach_back=reach_back, writer=writer, clock=clock)
 
     def verify(self) -> VerifyReport:
         """Recompute every digest and root of everything that is not condemned from the stored bytes. Cost: reads it all once."""

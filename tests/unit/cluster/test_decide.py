@@ -102,7 +102,7 @@ def test_a_program_that_fails_before_any_step_stops_early_unless_a_budget_was_gi
     assert decisions(history, Options(max_restarts=4, same_start=None)) == ["restart"] * 4 + ["stop"]
 
 
-@pytest.mark.parametrize("code", [3, 4])
+@pytest.mark.parametrize("code", [3, 4, 5])
 def test_final_codes_stop_at_once_and_are_kept(code: int) -> None:
     history = [failure(-9), failure(code)]
     assert decisions(history, Options()) == ["restart", "stop"]

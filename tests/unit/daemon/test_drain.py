@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.rigs.fake_trainer import pieces_of
@@ -16,7 +18,7 @@ from unbroken.core.messages import Begin, Failed, Opened, SlotSource
 from unbroken.core.os import memory_file
 from unbroken.core.ports import SystemClock, SystemNonces, arm
 from unbroken.core.records import RootRecord, SlotIndex, StepRecord
-from unbroken.daemon.drain import Cargo, drain
+from unbroken.daemon.drain import Cargo, Poisoned, drain
 from unbroken.daemon.folder import LiveJournal, RunFolder
 from unbroken.daemon.plan import MemoryCut
 from unbroken.shm.channel import encode
@@ -70,6 +72,28 @@ def test_every_difference_between_replicas_is_named(folder: RunFolder, other: di
     with pytest.raises(CheckFailed, match=r"diverged at step 0.*/\w+ \(ranks 1\)"):
         drain(cargo_of(folder, open_run(folder), 0, {"/w": b"1"}, other), folder)
     assert steps(folder) == []
+
+
+def weights(value: float) -> dict[str, bytes]:
+    return {"/model/parameters/w": np.array([1.0, value], dtype="<f4").tobytes()}
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_B38_what_is_poisoned_is_not_committed_and_named(folder: RunFolder, value: float) -> None:
+    live = open_run(folder)
+    cargo = cargo_of(folder, live, 0, weights(value), weights(value))
+    with pytest.raises(Poisoned, match=rf"state of step 0 is poisoned: /model/parameters/w holds {'NaN' if value != value else 'inf'}"):
+        drain(cargo, folder)
+    assert steps(folder) == []
+    drain(cargo_of(folder, live, 0, weights(0.0), weights(0.0)), folder)
+    assert steps(folder) == [0]
+
+
+def test_B38_who_asks_for_it_gets_poisoned_checkpoints(folder: RunFolder) -> None:
+    folder.begin(Begin(world_size=2, resume="auto", allow_nonfinite=True), [], witnessed=False, last_applied=None)
+    live = folder.opened(Opened(generation=0, step=0, loaded_root=""))
+    drain(cargo_of(folder, live, 0, weights(math.nan), weights(math.nan)), folder)
+    assert steps(folder) == [0]
 
 
 def test_I4_a_slot_overwritten_during_the_drain_voids_it(folder: RunFolder) -> None:

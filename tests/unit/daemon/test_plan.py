@@ -63,6 +63,27 @@ def test_the_newest_step_wins_and_memory_wins_at_the_same_step(
     assert reason
 
 
+@pytest.mark.parametrize(
+    ("at_most", "expected"),
+    [
+        (None, ("memory", 30, 0)),
+        (30, ("memory", 30, 0)),
+        (29, ("disk", 20, 0)),
+        (20, ("disk", 20, 0)),
+        (19, ("memory", 15, 0)),
+        (14, ("disk", 10, 0)),
+    ],
+)
+def test_B38_who_goes_back_gets_nothing_newer_than_asked_for(at_most: int | None, expected: Key) -> None:
+    choice, _ = choose([cut(30), cut(15)], [commit(10), commit(20)], "must", {}, state=ONE, at_most=at_most)
+    assert choice.key == expected
+
+
+def test_B38_nothing_old_enough_to_go_back_to_is_said() -> None:
+    with pytest.raises(NoCheckpoint, match="no checkpoint of step 9 or an earlier one is left to go back to"):
+        choose([cut(30)], [commit(10), commit(20)], "must", {}, state=ONE, at_most=9)
+
+
 def test_a_bad_source_is_passed_over_and_named() -> None:
     exclude: dict[Key, str] = {("memory", 20, 0): "its index is torn"}
     choice, _ = choose([cut(20)], [commit(10), commit(20)], "auto", exclude, state=ONE)

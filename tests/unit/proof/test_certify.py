@@ -327,6 +327,41 @@ def test_a_superseded_attempt_with_other_bits_denies_the_exact_grade_only() -> N
     assert_refused(certificate, "superseded attempt")
 
 
+def test_B38_skipped_steps_are_named_and_overflows_counted() -> None:
+    run = begun()
+    run.train(1, not_applied="the loss is nan")
+    run.train(1, not_applied="")
+    run.train(7)
+    run.save()
+    certificate = certify(run.repository.tier)
+    assert (certificate.certified, certificate.samples_exactly_once) == (True, True)
+    assert (certificate.num_skipped, certificate.num_rollbacks) == (2, 0)
+    assert [(one.step, one.reason) for one in certificate.skipped] == [(4, "the loss is nan")]
+    assert_refused(certify(run.repository.tier, against=uninterrupted(MemoryTier()).repository.tier), "step 4: skipped in one of both runs")
+
+
+def test_B38_an_attempt_is_compared_up_to_the_step_that_its_replay_skipped() -> None:
+    """It went on from poisoned weights: its losses cannot be those of the replay. Before that step they must be."""
+
+    def run(first: str | None) -> SyntheticRun:
+        made = begun()
+        made.train(1, loss=first)
+        made.train(1)
+        made.train(2, loss="11" * 8)
+        made.journal.add(EventRecord(name="rollback", step=7))
+        made.journal.sync()
+        made.begin(3)
+        made.train(1)
+        made.train(1, not_applied="the gradient of w holds NaN")
+        made.train(7)
+        made.save()
+        return made
+
+    good, bad = certify(run(None).repository.tier), certify(run("22" * 8).repository.tier)
+    assert (good.superseded_equal, good.num_rollbacks, good.num_skipped) == (True, 1, 1)
+    assert bad.superseded_equal is False
+
+
 def test_an_order_of_the_users_own_limits_the_claim() -> None:
     certificate = certify(begun(kind="foreign").repository.tier)
     assert certificate.certified

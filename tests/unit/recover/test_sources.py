@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -18,7 +19,7 @@ from unbroken.capture.stack import Stack
 from unbroken.core.errors import Damaged, UnbrokenError
 from unbroken.core.messages import Error, Plan, SlotSource
 from unbroken.core.records import CommitEntry
-from unbroken.recover.sources import from_disk, from_memory
+from unbroken.recover.sources import from_disk, from_memory, require_sound
 from unbroken.store.tiers.disk import DiskTier
 
 WORLD = 3
@@ -52,6 +53,18 @@ def daemon(stack: Stack) -> Iterator[DaemonEnd]:
 def memory_plan(daemon: DaemonEnd, step: int = 5, generation: int = 2) -> Plan:
     (cut,) = daemon.table.cuts()
     return Plan(generation=3, step=step, source="memory", stored_generation=generation, slots=cut.slots, stored_world_size=WORLD)
+
+
+def test_B38_a_poisoned_slot_that_nobody_has_looked_at_is_no_source(daemon: DaemonEnd, stack: Stack) -> None:
+    plan = memory_plan(daemon)
+    loaded = from_memory(daemon.link, plan, 1)
+    require_sound(loaded, plan, 1)
+    piece, data = loaded.pieces["/model/parameters/weight"]
+    loaded.pieces["/model/parameters/weight"] = (piece, bytes(data[:-4]) + b"\0\0\xc0\x7f")
+    with pytest.raises(Damaged, match="memory slot of rank 1: the state of step 5 in it is poisoned: /model/parameters/weight holds NaN"):
+        require_sound(loaded, plan, 1)
+    require_sound(loaded, msgspec.structs.replace(plan, state_root="00"), 1)  # a checkpoint: the daemon has looked at it
+    loaded.close()
 
 
 @pytest.mark.parametrize("rank", range(WORLD))

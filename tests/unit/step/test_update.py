@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.rigs.step_rank import CPU, Loss, run_units, same_bits, stack_of, step, tensors_of
 from tests.rigs.thread_exchange import all_ranks
 from unbroken.step.exchange import Exchange, ExchangeFailed
-from unbroken.step.reduce import Flags
-from unbroken.step.update import Applied, Update, bits, from_bits, tensor_bytes
+from unbroken.step.reduce import Flags, bits, from_bits
+from unbroken.step.update import Applied, Update, tensor_bytes
 
 WORLDS = (1, 2, 3, 5)
 
@@ -404,6 +404,75 @@ def test_an_overflow_is_a_skipped_step_and_the_scheduler_stands_still(fused: boo
     assert one(1.0) == "applied"
     assert not same_bits(tensors_of(model), before)
     assert (scaler.get_scale(), scheduler.last_epoch) == (4.0, 1)
+
+
+def bad_step(update: Update, exchange: Exchange, model: nn.Module, factor: float, clip: float | None, **how: Any) -> Applied:
+    """One step of two units, the second with its gradient multiplied."""
+    update.begin()
+    spoiled = lambda unit: Times.apply(model(inputs(unit, 6, 3)), factor if unit else 1.0).square().mean()  # noqa: E731
+    run_units(update, spoiled, range(2))
+    return update.apply(update.reduce(Flags()), clip, **how)
+
+
+class Times(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, by: float) -> torch.Tensor:
+        ctx.by = by
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return gradient * ctx.by, None
+
+
+@pytest.mark.parametrize(
+    ("factor", "clip", "how", "reason"),
+    [
+        (math.nan, 1.0, {"check_norm": True}, "the norm of the gradient is nan"),
+        (math.inf, None, {"careful": True}, "the gradient of lower.weight holds NaN"),
+        (1.0, None, {"skip": "told so"}, "told so"),
+        (1.0, 1.0, {"check_norm": True, "careful": True}, ""),
+        (math.nan, None, {"check_norm": True}, ""),
+        (math.nan, 1.0, {}, ""),
+    ],
+)
+def test_B38_a_step_that_is_skipped_changes_nothing(factor: float, clip: float | None, how: dict[str, Any], reason: str) -> None:
+    model = Normed()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    exchange = Exchange(CPU)
+    update = Update(stack_of(model, optimizer, scheduler=scheduler), 2, exchange)
+    before = tensors_of(model)
+    applied = bad_step(update, exchange, model, factor, clip, **how)
+    assert (applied.status, applied.reason) == ("skipped" if reason else "applied", reason)
+    assert same_bits(tensors_of(model), before) == bool(reason)  # statistics of batches among them
+    assert (scheduler.last_epoch, bool(optimizer.state)) == ((0, False) if reason else (1, True))
+    assert all(p.grad is None for p in model.parameters())
+    assert math.isfinite(applied.loss)
+
+
+def test_B38_where_reading_waits_the_norm_is_told_with_the_next_step() -> None:
+    model, exchange = Normed(), Exchange(CPU)
+    update = Update(stack_of(model), 2, exchange)
+    update.reads_norm = False  # as on an accelerator
+    assert bad_step(update, exchange, model, 1.0, 1.0, check_norm=True).reason == ""
+    assert not update.has_bad_norm()
+    assert bad_step(update, exchange, model, math.nan, 1.0, check_norm=True).reason == ""
+    assert update.has_bad_norm()
+    for _ in range(2):  # a step that is tried again says so again
+        update.undo()
+        run_units(update, square(model), range(2))
+        assert update.reduce(Flags()).facts[0].flags.bad_norm
+    update.close()
+
+
+def test_B38_a_careful_step_waits_for_its_norm() -> None:
+    """Here the squares of finite gradients overflow."""
+    model, exchange = Normed(), Exchange(CPU)
+    update = Update(stack_of(model), 2, exchange)
+    update.reads_norm = False
+    reason = bad_step(update, exchange, model, 1e30, 1.0, check_norm=True, careful=True).reason
+    assert reason == "the norm of the gradient is inf"
 
 
 def test_the_scale_does_not_change_the_update() -> None:

@@ -77,6 +77,28 @@ def test_the_newest_are_kept_after_every_save() -> None:
     assert (counts, steps(tier)) == ([1, 2, 3, 3, 3, 3], [40, 50, 60])
 
 
+@pytest.mark.parametrize(
+    ("keep", "reach_back", "kept"),
+    [
+        (1, 0, {50}),
+        (1, 10, {40, 50}),
+        (1, 15, {30, 50}),
+        (1, 40, {10, 50}),
+        (1, 99, {10, 50}),
+        (3, 10, {30, 40, 50}),
+        (3, 30, {20, 30, 40, 50}),
+    ],
+)
+def test_B38_one_that_a_rollback_may_need_is_kept_besides(keep: int, reach_back: int, kept: set[int]) -> None:
+    tier = MemoryTier()
+    trainer = start(tier)
+    for step in range(10, 60, 10):
+        trainer.save(step)
+    state = trainer.repository.log.state
+    gone = withdrawn(state, keep, set(), set(), reach_back)
+    assert {commit.step for commit in state.commits} - {commit.step for commit in gone} == kept
+
+
 def test_milestones_are_kept_besides() -> None:
     tier = MemoryTier()
     trainer = start(tier)
