@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 
+from msgspec import UNSET
+
 from unbroken.codec.digest import digest, state_root
 from unbroken.core.ports import SystemClock, SystemNonces, Tier
 from unbroken.core.records import BeginRecord, CommitEntry, Generation, Piece, RootRecord, RunFacts, StepRecord, Writer
@@ -81,7 +83,7 @@ class SyntheticRun:
                     clock=((self.generation.number, self.step if clock_step is None else clock_step, world_size),),
                     time_s=float(self.step),
                     status="applied" if not_applied is None else "skipped",
-                    reason=not_applied or "",
+                    reason=not_applied or UNSET,
                 )
             )
 

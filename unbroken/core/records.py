@@ -252,7 +252,7 @@ class StepRecord(Struct, frozen=True, kw_only=True, tag="step"):
     `units` holds, per unit, the digest (32 hex) of the sample ids that came out of the loader on the computing rank;
     `loss` the bits of the step's float64 loss as 16 hex digits, `clock` each rank's (generation, step) as [generation, step, count]
     runs; `root` the state root where a snapshot was taken; `status` "applied" or "skipped": weights untouched, its data used up.
-    `reason`: why an anomaly's step was skipped; "" after an overflow of the loss scale.
+    `reason`: why an anomaly's step was skipped; left out of other lines, as older writers did.
     """
 
     step: Count
@@ -262,7 +262,7 @@ class StepRecord(Struct, frozen=True, kw_only=True, tag="step"):
     loss: str
     clock: tuple[tuple[int, int, int], ...]
     status: Literal["applied", "skipped"] = "applied"
-    reason: str = ""
+    reason: str | UnsetType = UNSET
     time_s: float
 
 

@@ -235,7 +235,7 @@ class _Reader:
             attempt.losses.append(0)
             self._problem(f"{self._path} line {number}: {record.loss!r} are not the bits of a loss")
         if record.status == "skipped":
-            attempt.skipped[record.step] = record.reason
+            attempt.skipped[record.step] = record.reason or ""
         clock = record.clock
         if len(clock) != 1 or clock[0] != (generation.number, record.step, generation.world_size):
             self._problem(f"{self._path} line {number}: the ranks' clock {clock} is no cut of all ranks at step {record.step}")

@@ -75,7 +75,7 @@ class JournalClient:
             loss=applied.loss_bits,
             clock=((self._plan.generation, step, self._world_size),),
             status=applied.status,
-            reason=applied.reason[:MAX_REASON_CHARS],
+            reason=applied.reason[:MAX_REASON_CHARS] or msgspec.UNSET,
             time_s=now_s,
         )
         covered = self._link.committed.step if self._link.committed is not None else -1
