@@ -208,6 +208,9 @@ class Store:
 
         Without `step`, damaged checkpoints are passed over with one CheckpointWarning. NoCheckpoint lists what there is: never a step
         that was not asked for, never a silent fresh start. Damaged (with `step`) names the file. Every byte is verified before use.
+
+        Memory: the target and its largest value (a module or other object: a copy of its own state); in place, large values are read
+        twice, so that all are verified before the first is changed.
         """
         from unbroken.capture.tree import load_into, rebuild
 
@@ -216,7 +219,7 @@ class Store:
             repository = Repository.open(self._tier, self._lineage)
 
             def use(commit: CommitEntry) -> Any:
-                pieces = reading.read_commit(repository, commit)
+                pieces = reading.OnDemand(repository, commit)
                 return rebuild(pieces) if into is None else load_into(pieces, into, strict=strict, cast=cast)
 
             found = reading.newest_good(repository, use) if step is None else reading.exactly(repository, step, use)
@@ -299,7 +302,7 @@ class Store:
 
     def _give_back(self, staging: _Staging) -> None:
         with self._freed:
-            self._buffers.append(staging)
+            self._buffers.appendleft(staging)  # used first again: the other one's memory is made only when two saves are in flight
             self._freed.notify()
 
     def _write(self, saving: Saving, save: _Save) -> None:
@@ -468,7 +471,7 @@ class Archive:
 
         def use(commit: CommitEntry) -> Any:
             if wanted is None:
-                return assemble(reading.read_commit(repository, commit))
+                return assemble(reading.OnDemand(repository, commit))
 
             def read(pointers: Callable[[str], bool]) -> reading.Pieces:
                 return reading.read_commit(repository, commit, lambda s: reading.logical(s) and pointers(s.piece.pointer))

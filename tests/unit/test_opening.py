@@ -153,6 +153,7 @@ def test_the_fact_sheet_says_what_is_compared_and_what_only_recorded() -> None:
         "environment": ("compared", "rank"),
         "options": ("recorded", "logical"),
         "hardware": ("recorded", "rank"),
+        "naming": ("recorded", "logical"),
         "topology": ("recorded", "rank"),
         "layout": ("recorded", "logical"),
     }

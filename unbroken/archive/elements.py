@@ -12,12 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from unbroken.codec.items import ITEM_BYTES
 from unbroken.core.ports import Buffer
 
 Array = np.ndarray[Any, Any]
 
-_NAMES = "bool uint8 int8 int16 int32 int64 uint16 uint32 uint64 float16 float32 float64 complex64 complex128"
-_PLAIN = frozenset(_NAMES.split())
 _FLOAT8 = {  # bits of exponent and mantissa, bias, and which patterns are special
     "float8_e4m3fn": (4, 3, 7, "fn"),
     "float8_e5m2": (5, 2, 15, "ieee"),
@@ -30,13 +29,9 @@ _NUMPY = "np.array:"
 
 def item_bytes(dtype: str) -> int:
     """Size of one element; 0 for what has no elements (scalars, containers): such a piece is one value."""
-    if dtype in _FLOAT8:
-        return 1
-    if dtype == "bfloat16":
-        return 2
-    if dtype in _PLAIN or dtype.startswith(_NUMPY):
+    if dtype.startswith(_NUMPY):
         return np.dtype(dtype.removeprefix(_NUMPY)).itemsize
-    return 0
+    return ITEM_BYTES.get(dtype, 0)
 
 
 class Apart:

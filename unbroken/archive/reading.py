@@ -11,6 +11,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from unbroken.core.errors import Damaged, NoCheckpoint, Permanent
+from unbroken.core.limits import SMALL_PIECE_BYTES
 from unbroken.core.os import boot_id, hostname, is_alive
 from unbroken.core.ports import Buffer, Tier
 from unbroken.core.records import CommitEntry, LogEntry, Manifest, Piece, StoredPiece, Writer
@@ -83,6 +84,44 @@ def read_commit(repository: Repository, commit: CommitEntry, wanted: Wanted = lo
         for stored, data in repository.read_pieces(manifest, selected):
             found[stored.piece.pointer] = (stored.piece, data)
     return found
+
+
+class OnDemand(Mapping[str, tuple[Piece, Buffer]]):
+    """The state of a commit by pointer, as `read_commit` gives it, but large pieces are read, and verified, each time they are asked for.
+
+    Memory: the small pieces and one large one, so that a state can be loaded that fits into memory once.
+    """
+
+    def __init__(self, repository: Repository, commit: CommitEntry, wanted: Wanted = logical) -> None:
+        self._repository = repository
+        self._small: Pieces = {}
+        self._large: dict[str, tuple[Manifest, StoredPiece]] = {}
+        self._last: tuple[str, tuple[Piece, Buffer]] | None = None
+        for manifest in checked_manifests(repository, commit):
+            new = [s for s in manifest.pieces if wanted(s) and s.piece.pointer not in self._small and s.piece.pointer not in self._large]
+            self._large |= {s.piece.pointer: (manifest, s) for s in new if s.size_bytes > SMALL_PIECE_BYTES}
+            small = [s for s in new if s.size_bytes <= SMALL_PIECE_BYTES]
+            self._small |= {s.piece.pointer: (s.piece, data) for s, data in repository.read_pieces(manifest, small)}
+
+    def __getitem__(self, pointer: str) -> tuple[Piece, Buffer]:
+        if pointer in self._small:
+            return self._small[pointer]
+        if self._last is None or self._last[0] != pointer:
+            manifest, stored = self._large[pointer]
+            self._last = None
+            ((_, data),) = self._repository.read_pieces(manifest, [stored])
+            self._last = pointer, (stored.piece, data)
+        return self._last[1]
+
+    def __contains__(self, pointer: object) -> bool:
+        return pointer in self._small or pointer in self._large
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._small
+        yield from self._large
+
+    def __len__(self) -> int:
+        return len(self._small) + len(self._large)
 
 
 def _listed(commits: tuple[CommitEntry, ...]) -> str:

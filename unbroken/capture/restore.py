@@ -275,8 +275,7 @@ class _Load:
             return target
         if isinstance(target, torch.Tensor):
             _, piece, data = self.builder.target(pointer)
-            with torch.no_grad():
-                target.copy_(tensors.read(piece.dtype, piece.shape, data))
+            tensors.fill(target, piece.dtype, piece.shape, data)
             return target
         if isinstance(target, np.ndarray):
             np.copyto(target, self.builder.build(pointer), casting="same_kind")

@@ -84,6 +84,20 @@ def read(dtype: str, shape: tuple[int, ...], data: memoryview) -> torch.Tensor:
     return out
 
 
+def fill(target: torch.Tensor, dtype: str, shape: tuple[int, ...], data: memoryview) -> None:
+    """Put stored values into a tensor of this shape, in place, converting them where its dtype is another. Checked by the caller.
+
+    Without a temporary where the target is contiguous, on the CPU and of the stored dtype.
+    """
+    is_plain = target.is_contiguous() and target.device.type == "cpu" and not target.is_conj() and not target.is_neg()
+    with torch.no_grad():
+        if is_plain and target.dtype is DTYPES[dtype] and len(data):
+            target.detach().view(-1).view(torch.uint8).numpy().data[:] = data
+            torch.autograd.graph.increment_version(target)
+        else:
+            target.copy_(read(dtype, shape, data))
+
+
 def unwritable(tensor: torch.Tensor) -> str | None:
     """Why no values can be put into this tensor in place; None if they can."""
     if tensor.is_meta or tensor.is_quantized or tensor.layout is not torch.strided:

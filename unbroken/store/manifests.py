@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from io import BytesIO
 
-from unbroken.codec.digest import digest, join_leaves, rank_root, state_root
+from unbroken.codec.digest import digest, join_leaves, leaf_digest, rank_root, state_root
+from unbroken.codec.items import ITEM_BYTES
 from unbroken.core.errors import Damaged
 from unbroken.core.limits import LEAF_BYTES, MAX_PIECES
 from unbroken.core.ports import Tier
@@ -126,6 +128,8 @@ class Chunks:
 
 
 def _assemble(stored: StoredPiece, chunks: Chunks) -> bytes:
+    if _is_repeating(stored) and _streamed_digest(stored, chunks) != stored.digest:
+        raise Damaged(chunks.refs[stored.extents[0].chunk].pack, f"piece {stored.piece.pointer} does not match its digest")
     whole, leaves = BytesIO(), []
     for extent in stored.extents:
         data, of_chunk = chunks.get(extent.chunk)
@@ -137,6 +141,22 @@ def _assemble(stored: StoredPiece, chunks: Chunks) -> bytes:
         path = chunks.refs[stored.extents[0].chunk].pack if stored.extents else stored.piece.pointer
         raise Damaged(path, f"piece {stored.piece.pointer} does not match its digest")
     return piece
+
+
+def _is_repeating(stored: StoredPiece) -> bool:
+    """Does it name bytes more than once? Then a small file can claim any size, and is not believed before its digest is."""
+    return len(set(stored.extents)) < len(stored.extents)
+
+
+def _streamed_digest(stored: StoredPiece, chunks: Chunks) -> str:
+    """The digest of a piece without its bytes in one place."""
+    leaves, rest = [], bytearray()
+    for extent in stored.extents:
+        rest += memoryview(chunks.get(extent.chunk).data)[extent.offset : extent.offset + extent.length]
+        whole = len(rest) - len(rest) % LEAF_BYTES
+        leaves += [leaf_digest(rest[i : i + LEAF_BYTES]) for i in range(0, whole, LEAF_BYTES)]
+        del rest[:whole]
+    return join_leaves(leaves + ([leaf_digest(bytes(rest))] if rest or not leaves else []))
 
 
 def is_cut_at_leaves(stored: StoredPiece, chunks: Sequence[ChunkRef]) -> bool:
@@ -163,3 +183,6 @@ def _check_extents(stored: StoredPiece, chunks: Sequence[ChunkRef], path: str) -
         total += extent.length
     if total != stored.size_bytes:
         raise Damaged(path, f"piece {stored.piece.pointer!r} claims {stored.size_bytes} bytes, its extents hold {total}")
+    item = ITEM_BYTES.get(stored.piece.dtype)
+    if item is not None and math.prod(stored.piece.shape) * item != total:
+        raise Damaged(path, f"piece {stored.piece.pointer!r} holds {total} bytes, which is not its dtype and shape")

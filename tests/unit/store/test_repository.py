@@ -35,7 +35,7 @@ from unbroken.core.errors import Damaged, Fenced, ForeignFolder, NewerFormat, No
 from unbroken.core.ports import Buffer, arm
 from unbroken.core.records import CommitEntry, Manifest, ManifestRef
 from unbroken.store.journal import first_chain
-from unbroken.store.repository import Part, Repository
+from unbroken.store.repository import Repository
 from unbroken.store.sealed import seal
 from unbroken.store.tiers.disk import DiskTier
 from unbroken.store.tiers.memory import MemoryTier
@@ -501,7 +501,7 @@ def test_reading_and_verifying_write_nothing() -> None:
 
 def test_a_large_state_is_written_and_read_in_little_more_memory_than_one_piece(tmp_path: Path) -> None:
     size = 16 << 20
-    big = [Part(part(f"/w{i}", b"").piece, memoryview(os.urandom(size))) for i in range(4)]
+    big = [part(f"/w{i}", os.urandom(size)) for i in range(4)]
     tier = DiskTier(str(tmp_path / "run"))
     trainer = start(tier)
     with at_most(12 << 20):
