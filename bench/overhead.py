@@ -87,7 +87,7 @@ def ours(folder: Path) -> Iterator[dict[str, float]]:
         if run.completed % STEPS == OFFSET:
             took = time.perf_counter() - began
             before_settle = time.perf_counter()
-            while run._keeping.phase() != "idle":
+            while run._opening.phase() != "idle":
                 time.sleep(0.01)
             yield {"seconds": took, "backlog_s": time.perf_counter() - before_settle}
             began = time.perf_counter()

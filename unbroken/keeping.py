@@ -11,11 +11,11 @@ from unbroken.cluster.preempt import EVALUATION_S
 from unbroken.config import Interval
 from unbroken.core.errors import SaveFailed, SaveWarning, StepLost, UnbrokenError
 from unbroken.core.limits import DRAIN_TIMEOUT_S, MAX_ATTEMPTS, SLOT_WAIT_S
-from unbroken.core.messages import Plan, Refuse, Status, StatusReply
+from unbroken.core.messages import Plan, Refuse
 from unbroken.core.ports import Clock, position
 from unbroken.opening import Opening
 from unbroken.recover.journal_client import JournalClient
-from unbroken.recover.snapshots import Snapshots, expected_bytes
+from unbroken.recover.snapshots import Snapshots
 from unbroken.recover.start import Counters
 from unbroken.reporting import Reporting
 from unbroken.step.reduce import Flags
@@ -80,8 +80,8 @@ class Keeping:
         self._pace = Pace(opening.config.interval, clock, counters.step)
         self._journal = JournalClient(opening.link, plan, self._rank, world_size)
         self._snapshots = Snapshots(opening.link, clock, self._rank, world_size, plan.generation)
-        self._reporting = Reporting(opening, plan, self._rank)
-        self._evaluations = LongEvaluations()
+        self.reporting = Reporting(opening, plan, self._rank)
+        self.evaluations = LongEvaluations()
         self._wanted: tuple[bool, bool] | None = None
         self._saved_step = -1 if plan.source == "fresh" else plan.step
         self._unconfirmed = (plan.step, False) if plan.source == "memory" else None  # the newest snapshot: (step, milestone)
@@ -96,35 +96,17 @@ class Keeping:
         """Steps applied since the newest snapshot."""
         return self._counters.step - max(0, self._saved_step)
 
-    @property
-    def committed(self) -> int | None:
-        """The newest step that the daemon has told to be committed in this generation."""
-        news = self._opening.link.committed
-        return None if news is None else news.step
-
-    def expected_slot_bytes(self) -> int:
-        """Bytes of one slot, before there is any."""
-        return expected_bytes(self._opening.stack, self._pieces())
-
     def start(self) -> int:
         """Have memory for the snapshots to come, and journal how the start went; bytes of one slot."""
-        self._snapshots.reserve(self.expected_slot_bytes())
+        self._snapshots.reserve(self._opening.expected_slot_bytes(self._counters))
         self._journal.start(self._opening.latest_moments())
         return self._snapshots.slot_bytes
-
-    def phase(self) -> str:
-        """What the daemon does: "idle" or "draining"."""
-        return self._opening.link.ask(Status(), StatusReply)[0].phase
 
     def flags(self, stop: bool) -> Flags:
         """What this rank says with the coming step. Rank 0 decides about snapshots one step ahead, so that it travels along."""
         boundary, link = self._counters.step + 2, self._opening.link
-        due = self._pace.due_after(boundary) or self._evaluations.expected_after(boundary)
+        due = self._pace.due_after(boundary) or self.evaluations.expected_after(boundary)
         return Flags(stop, self._rank == 0 and self._snapshots.has_room() and due, link.lost is not None, link.poisoned_step)
-
-    def evaluated(self, seconds: float, *, is_boundary_open: bool) -> None:
-        """An evaluation is over."""
-        self._evaluations.took(seconds, self._counters.step - is_boundary_open)
 
     def stepped(self, attempt: int, applied: Applied, now_s: float) -> None:
         """A step has been applied by all."""
@@ -144,8 +126,8 @@ class Keeping:
         put_off: no snapshot that merely is due is taken now; it is at the next boundary.
         """
         self._opening.link.poll()
-        self._reporting.send(self._journal, self._counters.step, wait=False)
-        self._reporting.committed(self._opening.link.committed)
+        self.reporting.send(self._journal, self._counters.step, wait=False)
+        self.reporting.committed(self._opening.link.committed)
         first, stop = self._counters.step == 0, any(rank.stop for rank in told)
         urgent = stop or last or self._wanted is not None
         if (urgent or self._pace.due) and any(rank.daemon_lost for rank in told):
@@ -163,11 +145,7 @@ class Keeping:
         """Metrics of the step just completed. RuntimeError when it has been saved without them."""
         if self._saved_step == self._counters.step:
             raise RuntimeError(f"step {self._counters.step} has been saved already: call run.log() before run.save()")
-        self._reporting.add(self._counters.step, metrics)
-
-    def end_reports(self) -> None:
-        """Another Run of this process goes on from here: its sinks must not meet ours."""
-        self._reporting.end(complete=False)
+        self.reporting.add(self._counters.step, metrics)
 
     @property
     def must_wait(self) -> bool:
@@ -192,13 +170,9 @@ class Keeping:
         """Have this step in memory, and the daemon know all that was said so far: a Run to come goes on from it. Best effort."""
         try:
             if self._snapshot(milestone=False, wait_s=SLOT_WAIT_S):
-                self.phase()
+                self._opening.phase()
         except (UnbrokenError, OSError) as error:  # safe to go on: an older snapshot is there
             warnings.warn(f"step {self._counters.step} was not kept: {error}", SaveWarning, stacklevel=4)
-
-    def stopped(self, signal_name: str) -> None:
-        """Note who asked the run to stop."""
-        self._journal.event("stopped", self._counters.step, signal=signal_name)
 
     def note(self, name: str, *, step: int, **facts: str) -> None:
         """Journal an event."""
@@ -207,7 +181,7 @@ class Keeping:
     def leave(self) -> None:
         """Another generation goes on, in this process: let this one's memory and its sinks go."""
         self._snapshots.close()
-        self.end_reports()
+        self.reporting.end(complete=False)
 
     def close(self, timeout_s: float = DRAIN_TIMEOUT_S, *, whole: bool = True) -> None:
         """Save what is not saved yet, if the state is `whole`; wait until it is durable, say what was not."""
@@ -217,13 +191,13 @@ class Keeping:
             self._opening.link.settle(self._unconfirmed, timeout_s, aloud=self._rank == 0)
         finally:
             self._snapshots.close()
-            self._reporting.end()
+            self.reporting.end()
 
     def _snapshot(self, *, milestone: bool, wait_s: float, explicit: bool = False) -> bool:
         """True if this step is in memory, or durable, now."""
         if self._saved_step == self._counters.step and not milestone:
             return True
-        self._reporting.send(self._journal, self._counters.step, wait=True)
+        self.reporting.send(self._journal, self._counters.step, wait=True)
         try:
             pieces = self._pieces()
         except TypeError as error:  # something unstorable has come into the state since the start; save() lets it pass

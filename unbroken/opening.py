@@ -30,6 +30,7 @@ from unbroken.order.ledger import check_same
 from unbroken.recover.attempts import attempt, tell_launcher
 from unbroken.recover.link import Link
 from unbroken.recover.once import Once, check_key
+from unbroken.recover.snapshots import expected_bytes
 from unbroken.recover.start import Counters, Start, digests, fact_items
 from unbroken.recover.together import together
 from unbroken.recover.watch import Watching
@@ -207,6 +208,14 @@ class Opening:
         self._sheet["/environment"][0]["kernels"] = facts.kernel_settings(self.device)
         self._sheet["/model/structure"] = (self.stack.structure(), *self._sheet["/model/structure"][1:])
         return fact_items(self._sheet)
+
+    def expected_slot_bytes(self, counters: Counters) -> int:
+        """Bytes of one memory slot, before there is any."""
+        return expected_bytes(self.stack, [*self.pieces(counters), *self.facts()])
+
+    def phase(self) -> str:
+        """What the daemon does: "idle" or "draining"."""
+        return self.link.ask(Status(), StatusReply)[0].phase
 
     def changed_parameters(self) -> list[str]:
         """Names of the parameters that are not what the generation was opened with. Cost: a pass over all parameters."""

@@ -12,46 +12,28 @@ applies, or undoes -> asking for the next batch is the boundary, where a snapsho
 
 from __future__ import annotations
 
-import atexit
 import os
 import sys
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from types import CodeType, TracebackType
 from typing import Any, Unpack
-from weakref import WeakValueDictionary
 
 import torch
 
-from unbroken.capture.stack import Parts, Stack, keyed_parts
-from unbroken.capture.streams import Streams
-from unbroken.chaos import arm_from_environment
+from unbroken.capture.stack import Parts, keyed_parts
 from unbroken.cluster.exitcode import use_exit_codes
-from unbroken.cluster.interrupt import Interrupt, left_by_error
-from unbroken.cluster.preempt import StopRequest
-from unbroken.config import Options, RunConfig, configure
-from unbroken.core.errors import EnvironmentChanged, SaveWarning, StepLost, UnbrokenError
-from unbroken.core.limits import DRAIN_TIMEOUT_S, EXIT_TIMEOUT_S
-from unbroken.core.messages import Plan
-from unbroken.core.ports import Clock, SystemClock, position
-from unbroken.data.loader import Source, as_source
-from unbroken.guarding import Guard
-from unbroken.keeping import Keeping
-from unbroken.opening import Opening, device_of, refuse_metric_schedulers, refuse_sync_batch_norm
-from unbroken.recover.start import Counters
+from unbroken.config import Options, configure
+from unbroken.core.errors import EnvironmentChanged, SaveWarning, StepLost
+from unbroken.core.ports import SystemClock
+from unbroken.life import Life
 from unbroken.shm.pulse import Phase
 from unbroken.step.micro import Batch
-from unbroken.stepping import Stepping
 from unbroken.store.tiers.disk import local_path
 
 __all__ = ["EnvironmentChanged", "Run", "SaveWarning", "StepLost"]
 
 
-_open_runs: WeakValueDictionary[str, Run] = WeakValueDictionary()
-
-
-class Run:
+class Run(Life):
     """A training run that continues where it was, whoever is killed. The same script under python, torchrun and `unbroken run`.
 
     directory: folder of the run, created if missing. model, optimizer, scheduler: one, a list or a dict of them; you wrap, move and
@@ -77,11 +59,8 @@ class Run:
         resume: str | None = None,
         **options: Unpack[Options],
     ) -> None:
-        self._clock: Clock = SystemClock()
-        moments = {"process": self._clock.monotonic()}
+        moments = {"process": SystemClock().monotonic()}
         use_exit_codes()
-        self._config: RunConfig = configure(lose_at_most, resume, options)
-        self._directory = os.path.abspath(local_path(directory))
         self.model = model
         parts = Parts(
             models=keyed_parts(model, "model"),
@@ -90,147 +69,14 @@ class Run:
             scaler=scaler,
             extras=_extras(extras),
         )
-        device = device_of(parts.models)
-        refuse_sync_batch_norm(parts.models)
-        refuse_metric_schedulers(parts.schedulers)
-        self._source: Source = as_source(data, units=self._config.units)
-        seed = self._config.seed if self._config.seed is not None else int(self._source.facts().get("seed") or 0)
-        self._stop, self._interrupt = StopRequest(self._clock), Interrupt()
-        self._streams = Streams(seed, device)
-        self._stack = Stack(parts, self._streams)
-        self._owner = os.getpid()
         self.loss = float("nan")
-        self._closed = self._is_overtaken = False
-        self._opening = Opening(self._directory, self._config, self._stack, self._source, device, self._clock, moments)
-        try:
-            self._begin()
-        except UnbrokenError as error:
-            self._let_go()
-            raise error.with_traceback(None) from None  # the text says it all; our frames would only hide it
-        except BaseException:  # raised again: whatever it was, the daemon and the other ranks must not wait for us
-            self._let_go()
-            raise
-
-    # -- life ---------------------------------------------------------------------------------------------------------------
-
-    def _begin(self) -> None:
-        opening, place = self._opening, f"{os.path.realpath(self._directory)}@{self._config.lineage}"
-        earlier = _open_runs.get(place)
-        if earlier is not None:
-            earlier._hand_over()
-        plan, counters = opening.open()
-        self._exchange = opening.exchange
-        self._stop.install()
-        self._looping, self._pulse = False, opening.watching.pulse
-        self._loop: CodeType | None = None
-        self._versions_left: Any = None
-        self._guard = Guard(self._config.anomalies)
-        self._enter(plan, counters)
-        self._streams_at_start: dict[str, Any] | None = self._streams.read()
-        self._versions: Any = self._stack.versions()
-        atexit.register(self._at_exit)
-        if earlier is not None:
-            earlier._overtaken()
-        _open_runs[place] = self
-
-    def _enter(self, plan: Plan, counters: Counters) -> None:
-        """The live objects hold what the plan says: go on from there, in its generation."""
-        opening, self._counters = self._opening, counters
-        self._keeping = Keeping(opening, plan, counters, self._clock)
-        self._guard.enter(opening, counters, self._keeping)
-        self._stepping = Stepping(opening, counters, self._keeping, self._guard)
-        arm_from_environment(self._exchange.rank, plan.generation, self._keeping.phase)
-        position[:] = [counters.step + 1, plan.generation]
-        self._boundary_open = plan.source == "fresh"
-        opening.moments["align"] = self._clock.monotonic()
-        opening.announce(plan, self._stepping.gradient_bytes, self._keeping.expected_slot_bytes())  # before memory is taken: it may fail
-        self._keeping.start()
-
-    def _go_back(self) -> None:
-        """The state has become non-finite, or a rule says so: all ranks go on from an earlier one."""
-        self._stepping.is_whole = False
-        plan, counters = self._guard.go_back()
-        self._stepping.close()
-        self._keeping.leave()
-        self._enter(plan, counters)
-        self._stepping.mark()
-
-    def close(self) -> None:
-        """Commit the last boundary, wait until it is durable, let the daemon go. Warns where an automatic save had failed. Idempotent.
-
-        Called while an error leaves the loop, it saves nothing of a step whose boundary was not reached: that state is not whole.
-        """
-        self._close(DRAIN_TIMEOUT_S, whole=not (self._boundary_open and self._counters.step and sys.exc_info()[0] is not None))
-
-    def _close(self, timeout_s: float, *, whole: bool = True) -> None:
-        if self._closed or os.getpid() != self._owner:  # a forked child has a copy of this object, not the run
-            return
-        self._closed = True
-        atexit.unregister(self._at_exit)
-        try:
-            self._stepping.give_up()
-            whole = whole and self._stepping.is_whole
-            if self._guard.gave_up:  # GaveUp has said what is kept
-                whole = False
-            elif not whole:
-                step = self._counters.step + (not self._boundary_open)
-                warnings.warn(f"step {step} was left half-way by an error: what it did is not saved", SaveWarning, stacklevel=3)
-            self._keeping.close(timeout_s, whole=whole)
-        finally:
-            self._let_go()
-
-    def _leave_loop(self) -> None:
-        """A person has left the loop (error, interrupt, break): what is whole goes into memory, as nobody knows what comes next."""
-        self._stepping.give_up()
-        if self._stepping.is_whole and not self._boundary_open:
-            self._keeping.hand_over()
-        self._versions_left = self._stack.versions()
-
-    def _hand_over(self) -> None:
-        """This process is about to open the folder again. A step whose boundary a `break` let not come counts, if nothing was touched."""
-        is_left_whole = self._boundary_open and not self._looping and self._stepping.is_whole and not left_by_error(self._loop)
-        if not self._closed and is_left_whole and self._versions_left == self._stack.versions():
-            self._keeping.hand_over()
-
-    def _overtaken(self) -> None:
-        """The same process has opened this folder again (a notebook's cell run twice): this object must not write any more."""
-        if not self._closed:
-            self._closed = self._is_overtaken = True
-            atexit.unregister(self._at_exit)
-            self._keeping.end_reports()
-            self._let_go()
-
-    def _let_go(self) -> None:
-        """Give back what a failed start or an ended run holds."""
-        self._source.close()
-        if hasattr(self, "_stepping"):
-            self._stepping.close()
-        self._opening.close()
-        self._stop.remove()
-        self._interrupt.let_go()
+        super().__init__(os.path.abspath(local_path(directory)), configure(lose_at_most, resume, options), parts, data, moments)
 
     def __repr__(self) -> str:
         counters = getattr(self, "_counters", None)
         done = "not started" if counters is None else f"{counters.step} steps done, loss {self.loss:.6g}"
         state = "gave way to a newer Run" if self._is_overtaken else "closed" if self._closed else "open"
         return f"<unbroken.Run {self._directory!r}: {done}, {state}>"
-
-    def __enter__(self) -> Run:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if kind is None:
-            self.close()
-
-    def _at_exit(self) -> None:
-        """The script ended inside or after its loop without close(). With several ranks, who knows whether all did: wait, but not long."""
-        if os.getpid() != self._owner:
-            return
-        if error := getattr(sys, "last_value", None):
-            self._opening.leave(error)
-        else:
-            self._exchange.abandon()
-            self._close(DRAIN_TIMEOUT_S if self._exchange.world_size == 1 else EXIT_TIMEOUT_S)
 
     # -- the loop -----------------------------------------------------------------------------------------------------------
 
@@ -338,7 +184,7 @@ class Run:
         obeying, began_s = self._stop.evaluating(lambda: self._keeping.num_unsaved), self._clock.monotonic()
         with obeying, self._pulse.within(Phase.EVAL), self._streams.aside(), self._stack.evaluating(), torch.no_grad():
             yield
-        self._keeping.evaluated(self._clock.monotonic() - began_s, is_boundary_open=self._boundary_open)
+        self._keeping.evaluations.took(self._clock.monotonic() - began_s, self._counters.step - self._boundary_open)
 
     def log(self, **metrics: Any) -> None:
         """Log metrics of the step just completed: after `run.step`, until the next batch is asked for; several calls merge.
@@ -393,10 +239,11 @@ class Run:
 
     def _obey(self) -> None:
         """A rank was asked to stop, and this is a boundary: commit it and end."""
-        self._keeping.stopped(self._stop.name)
+        self._keeping.note("stopped", step=self._counters.step, signal=self._stop.name)
         self._stop.obeyed()
         self.close()
-        if self._exchange.rank == 0 and self._keeping.committed == self._counters.step:
+        news = self._opening.link.committed
+        if self._exchange.rank == 0 and news is not None and news.step == self._counters.step:
             print(f"unbroken: {self._directory}: asked to stop; step {self._counters.step} is committed, start again to go on")
         sys.exit(0)
 

@@ -149,7 +149,7 @@ def test_B34_with_two_long_evaluations_ten_steps_apart_the_next_one_finds_a_snap
         asked.append((step + 1, one.keeping.flags(False).snapshot_next))  # said with this step, for the boundary after it
         one.step()
         if step % 10 == 0:
-            one.keeping.evaluated(EVALUATION_S, is_boundary_open=True)
+            one.keeping.evaluations.took(EVALUATION_S, one.counters.step - 1)
     assert [boundary for boundary, is_due in asked if is_due] == [29, 39]
 
 
@@ -404,8 +404,7 @@ def test_the_start_reserves_memory_and_is_the_first_line_of_the_journal(half: Ca
     one = half()
     slot_bytes = one.keeping.start()
     assert slot_bytes == one.daemon.table.need(0, 4096, 2)[0].size_bytes
-    one.keeping.stopped("SIGTERM")
+    one.keeping.note("stopped", step=0, signal="SIGTERM")
     one.daemon.link.send(Status())
     one.daemon.wait_for(Status)
     assert one.journalled() == ["start", "stopped"]
-    assert one.keeping.phase() == "idle"
