@@ -41,7 +41,7 @@ docs: $(STAMP) ## Check that the documents fit the code.
 campaign-exact: $(STAMP) ## The long form of the exactness tests.
 	UNBROKEN_CAMPAIGN=1 $(BIN)/python -m pytest $(PYTEST_ARGS) --timeout 600 tests/e2e/test_exact.py
 
-campaigns: campaign-exact ## Every campaign: 15 demos, 60 kills of the example, a million-step journal; about an hour.
+campaigns: campaign-exact ## Every campaign: 15 demos, 60 kills of the example, 97 stop requests, a million-step journal; about an hour.
 	$(BIN)/python -m pytest $(PYTEST_ARGS) --timeout 3600 -m slow
 
 bench-recovery: $(STAMP) ## A worker is killed: seconds to the next finished step, against torchrun with DCP.
