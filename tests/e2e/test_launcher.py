@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.rigs.launched import gone, is_running, launched, wait_until
@@ -38,6 +39,25 @@ if ATTEMPT == 0:
         (killed,) = job.marks("killed")
         assert failure["at_s"] - killed["at"] < 0.5, "death is announced by the kernel, nobody sleeps"
         assert min(mark["at"] for mark in second) - killed["at"] < 3.0
+
+
+def test_workers_that_start_again_have_stood_by_and_none_is_left_at_the_end(tmp_path: Path) -> None:
+    script = """
+if ATTEMPT == 0:
+    time.sleep(600)
+"""
+    with launched(tmp_path, script, "--nproc-per-node", "2", "--preload", "json") as job:
+        first = [mark["pid"] for mark in job.wait_for_marks("start", 2)]
+
+        def standing() -> list[int]:
+            return [child.pid for child in psutil.Process(job.process.pid).children() if "standby worker" in " ".join(child.cmdline())]
+
+        wait_until(lambda: len(standing()) == 2, "two standby processes")
+        standby = standing()
+        os.kill(first[0], signal.SIGKILL)
+        assert sorted(mark["pid"] for mark in job.wait_for_marks("start", 4)[2:]) == sorted(standby)
+        assert job.wait() == 0, job.stderr
+        gone([*first, *standby])
 
 
 @pytest.mark.parametrize("redirects", ["0", "3"])

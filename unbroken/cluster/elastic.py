@@ -162,7 +162,8 @@ class ElasticAgent(LocalElasticAgent):
     def _end_strays(self) -> None:
         """Nothing of this attempt may touch a port, the run folder or a device when the next one does."""
         server = self._around.server
-        for pid in end_strays(self._around.mark, [server.pid] if server is not None and server.pid is not None else [], self._around.clock):
+        spared = [server.pid, *server.standby] if server is not None and server.pid is not None else []
+        for pid in end_strays(self._around.mark, spared, self._around.clock):
             self._around.say(f"process {pid} of the attempt that failed cannot be killed: it sits in the kernel")
 
     def _succeeded(self, group: WorkerGroup) -> RunResult:
@@ -198,7 +199,8 @@ class ElasticAgent(LocalElasticAgent):
                 return attempt
             self._around.witness.look()
             living = [fd for local, fd in attempt.fds.items() if local not in attempt.codes]
-            wait_any([*living, self._around.inbox.fd], self._patience_s())
+            if not wait_any([*living, self._around.inbox.fd], self._patience_s()) and self._around.server is not None:
+                self._around.server.stand_by(len(attempt.pids))  # now that this attempt has started and nothing is urgent
 
     def _patience_s(self) -> float:
         if self._kill_at_s is None:

@@ -18,7 +18,7 @@ from torch.distributed.elastic.agent.server import local_elastic_agent
 from torch.distributed.elastic.multiprocessing import start_processes
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
-from unbroken.cluster.warm import ONE_THREAD, Order, Started, Warmed
+from unbroken.cluster.warm import ONE_THREAD, Order, StandBy, Standing, Started, Warmed
 from unbroken.core.os import adopt_orphans, pidfd, wait_any
 from unbroken.core.ports import whole_environment
 
@@ -51,6 +51,8 @@ class ForkServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
         self._is_ready = False
+        self.has_forked = False
+        self.standby: tuple[int, ...] = ()
         self.dropped: dict[str, str] = {}
 
     def open(self) -> None:
@@ -73,14 +75,18 @@ class ForkServer:
             self._warm_up()
 
     def close(self) -> None:
-        """Let the server end; its workers have other parents."""
+        """Let the server and the standby processes end; its workers have other parents."""
         if self._connection is not None:
             self._connection.close()
         if self._process is not None:
             self._process.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):  # it sits in the kernel: init reaps it when we have ended
                 self._process.wait(END_TIMEOUT_S)
-        self._process, self._connection, self._is_ready = None, None, False
+        for pid in self.standby:  # our children, whom nobody needs any more
+            with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+                os.kill(pid, signal.SIGKILL)
+                ForkedProcess(pid).wait(END_TIMEOUT_S)
+        self._process, self._connection, self._is_ready, self.standby = None, None, False, ()
 
     def fork(self, order: Order) -> int:
         """Start one worker and become its parent; its process number. ServerLost when that cannot be."""
@@ -94,7 +100,22 @@ class ForkServer:
         if started.error:
             raise ServerLost(started.error)
         pid: int = started.pid
+        self.standby = tuple(other for other in self.standby if other != pid)
+        self.has_forked = True
         return pid
+
+    def stand_by(self, count: int) -> None:
+        """Have `count` processes wait for the next orders; best effort. Cost: a fork each, 10 ms for a process with torch imported."""
+        if not self.has_forked or len(self.standby) >= count:
+            return
+        adopt_orphans(True)
+        try:
+            self._say(StandBy(count=count))
+            self.standby = self._hear(Standing, ORDER_TIMEOUT_S).pids
+        except ServerLost:
+            self.has_forked = False  # the next order finds out and says why
+        finally:
+            adopt_orphans(False)
 
     def _warm_up(self) -> None:
         """Wait until the server is ready; one that a module has spoiled makes way for another without that module."""
@@ -107,7 +128,7 @@ class ForkServer:
                 self.open()
             self._is_ready = not warmed.spoiled_by
 
-    def _say(self, order: Order) -> None:
+    def _say(self, order: Order | StandBy) -> None:
         assert self._connection is not None
         try:
             self._connection.send_bytes(msgspec.json.encode(order))

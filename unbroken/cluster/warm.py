@@ -5,6 +5,7 @@
 It computes nothing and stays single-threaded, which is checked after each import: a thread or an initialised accelerator would not
 survive the fork. A module that breaks this is dropped and named. A worker is forked twice, so that it becomes the launcher's own child
 (which asks for that by being a subreaper): waiting, signals and death are then those of a process that the launcher has started itself.
+Standby processes are forked ahead and wait for their order, so that a restart does not even wait for the forks.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import random
 import signal
 import sys
 from collections.abc import Callable
+from functools import partial
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -45,13 +48,25 @@ class Warmed(Struct, frozen=True, kw_only=True):
     spoiled_by: str = ""
 
 
-class Order(Struct, frozen=True, kw_only=True):
+class Order(Struct, frozen=True, kw_only=True, tag=True):
     """Start one worker. `argv` is what stands behind `python -m unbroken.cluster.worker`; an empty path leaves the server's own stream."""
 
     argv: tuple[str, ...]
     env: dict[str, str]
     stdout: str = ""
     stderr: str = ""
+
+
+class StandBy(Struct, frozen=True, kw_only=True, tag=True):
+    """Have so many standby processes."""
+
+    count: int
+
+
+class Standing(Struct, frozen=True, kw_only=True):
+    """The standby processes there are; fewer than asked for where the system gives no more."""
+
+    pids: tuple[int, ...]
 
 
 class Started(Struct, frozen=True, kw_only=True):
@@ -72,13 +87,27 @@ def main(argv: list[str]) -> None:
     connection.send_bytes(msgspec.json.encode(preload(argv[1:])))
     gc.collect()
     gc.freeze()  # what is here already is never garbage: a collection in a worker must not touch, and so copy, all of it
+    standby: list[tuple[int, Connection]] = []
+
+    def leave() -> None:
+        """What a forked process does first: nothing of the server's is its business."""
+        for theirs in (connection, *(end for _, end in standby)):
+            theirs.close()
+        os.setsid()
+        _adopted_by(launcher)
+
     while True:
         try:
-            order = msgspec.json.decode(connection.recv_bytes(), type=Order)
+            asked = msgspec.json.decode(connection.recv_bytes(), type=Order | StandBy)
         except EOFError:
             return
-        started = fork_worker(lambda order=order: _become_worker(order, launcher, connection, on_interrupt))  # type: ignore[misc]
-        connection.send_bytes(msgspec.json.encode(started))
+        answer: Standing | Started
+        if isinstance(asked, StandBy):
+            _fill(standby, asked.count, leave, on_interrupt)
+            answer = Standing(pids=tuple(pid for pid, _ in standby))
+        else:
+            answer = _call(standby, asked) or fork_worker(partial(_work, leave, asked, on_interrupt))
+        connection.send_bytes(msgspec.json.encode(answer))
 
 
 def preload(modules: list[str]) -> Warmed:
@@ -107,6 +136,51 @@ def unsafe() -> str:
     return ""
 
 
+def _fill(standby: list[tuple[int, Connection]], count: int, leave: Callable[[], None], on_interrupt: Any) -> None:
+    """Fork processes that wait, until there are `count`."""
+    while len(standby) < count:
+        theirs, ours = Pipe(duplex=False)
+        started = fork_worker(partial(_stand_by, leave, ours, theirs, on_interrupt))
+        theirs.close()
+        if started.error:
+            ours.close()
+            return
+        standby.append((started.pid, ours))
+
+
+def _call(standby: list[tuple[int, Connection]], order: Order) -> Started | None:
+    """Give the order to a process that stands by; None where none lives."""
+    while standby:
+        pid, end = standby.pop(0)
+        try:
+            end.send_bytes(msgspec.json.encode(order))
+        except OSError:  # it was killed; the launcher reaps it
+            continue
+        finally:
+            end.close()
+        return Started(pid=pid)
+    return None
+
+
+def _work(leave: Callable[[], None], order: Order, on_interrupt: Any) -> None:
+    leave()
+    _become_worker(order, on_interrupt)
+
+
+def _stand_by(leave: Callable[[], None], ours: Connection, orders: Connection, on_interrupt: Any) -> None:
+    """Wait for an order; without one, end with the launcher or the server."""
+    ours.close()
+    leave()
+    die_with_parent()
+    setproctitle("unbroken: standby worker")
+    try:
+        order = msgspec.json.decode(orders.recv_bytes(), type=Order)
+    except EOFError:
+        os._exit(0)
+    orders.close()
+    _become_worker(order, on_interrupt)
+
+
 def fork_worker(become: Callable[[], None]) -> Started:
     """Fork a grandchild that runs `become`; its parent ends at once, so that it is adopted. No `finally` here: the worker leaves by it."""
     try:
@@ -129,12 +203,9 @@ def fork_worker(become: Callable[[], None]) -> Started:
     return Started(pid=int(told)) if told else Started(error="the fork failed")
 
 
-def _become_worker(order: Order, launcher: int, connection: Connection, on_interrupt: Any) -> None:
+def _become_worker(order: Order, on_interrupt: Any) -> None:
     """Be what `python -m unbroken.cluster.worker` would be, had it just been started with this environment."""
-    connection.close()
-    os.setsid()
     signal.signal(signal.SIGINT, on_interrupt)
-    _adopted_by(launcher)
     os.environ.clear()
     os.environ.update(order.env)
     for path, number in ((order.stdout, 1), (order.stderr, 2)):

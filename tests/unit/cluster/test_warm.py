@@ -13,19 +13,33 @@ from typing import Any
 
 import pytest
 
+from tests.rigs.launched import wait_until
 from unbroken.cluster.forked import ForkedProcess, ForkedWorker, ForkServer, ServerLost, can_fork
 from unbroken.cluster.warm import GROUP_SIGNALS, Order
 
 SLOW_S = 60.0
 
 
-@pytest.fixture
-def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ForkServer]]:
+class Ahead(ForkServer):
+    """Every worker has stood by before it gets its order."""
+
+    def fork(self, order: Order) -> int:
+        self.warm_up()
+        self.has_forked = True
+        self.stand_by(1)
+        standby = self.standby
+        pid = super().fork(order)
+        assert (pid,) == standby and self.standby == ()
+        return pid
+
+
+@pytest.fixture(params=[ForkServer, Ahead], ids=["forked", "stood by"])
+def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Callable[..., ForkServer]]:
     made: list[ForkServer] = []
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
     def new(*modules: str) -> ForkServer:
-        made.append(ForkServer(modules))
+        made.append(request.param(modules))
         made[-1].open()
         return made[-1]
 
@@ -140,6 +154,39 @@ def test_B34_a_signal_that_comes_while_a_worker_is_being_made_is_not_lost(serve:
         process = ForkedProcess(server.fork(Order(argv=(str(tmp_path / "sleep.py"),), env=env)))
         os.kill(process.pid, signal.SIGTERM)
         assert process.wait(SLOW_S) == -signal.SIGTERM
+
+
+def test_standby_processes_are_used_in_turn_and_one_that_was_killed_is_passed_over(tmp_path: Path) -> None:
+    server = ForkServer(())
+    server.open()
+    server.stand_by(2)
+    assert server.standby == (), "nothing has shown yet that workers can be forked"
+    run(server, tmp_path, "")
+    server.stand_by(3)
+    first, second, third = server.standby
+    assert all(os.path.exists(f"/proc/{pid}") and os.getpgid(pid) == pid for pid in server.standby)
+    os.kill(first, signal.SIGKILL)
+    wait_until(lambda: Path(f"/proc/{first}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z", "its death")
+    assert run(server, tmp_path, "print('here')")[:2][1] == "here\n"
+    assert server.standby == (first, third), "the dead one is reaped at the end"
+    server.close()
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in (first, second, third))
+
+
+def test_standby_processes_end_with_the_server(tmp_path: Path) -> None:
+    server = ForkServer(())
+    server.open()
+    run(server, tmp_path, "")
+    server.stand_by(2)
+    pids = server.standby
+    assert server.pid is not None
+    os.kill(server.pid, signal.SIGKILL)
+    for pid in pids:
+        assert ForkedProcess(pid).wait(10) == 0
+    server.stand_by(2)
+    with pytest.raises(ServerLost):
+        run(server, tmp_path, "")
+    server.close()
 
 
 def test_nothing_of_the_server_outlives_its_launcher(tmp_path: Path) -> None:
