@@ -20,8 +20,9 @@ class Options(TypedDict, total=False):
 
     total_steps: stop after this many steps. units: micro-batches per step, fixed at birth (default: smallest power of two that is at
     least the world size and divides the global batch). seed: of the random streams inside units (default: the data's). threads:
-    intra-op threads per rank, fixed at birth (default 1 on CPU). keep: newest checkpoints kept besides milestones. lineage: the branch to
-    go on with, made by `unbroken branch` (default "main", the run itself).
+    intra-op threads per rank, fixed at birth (default 1 on CPU). keep: newest checkpoints kept besides milestones.
+    milestone_every: "1000 steps" makes each such step's checkpoint a milestone, which stays for ever (default: none).
+    lineage: the branch to go on with, made by `unbroken branch` (default "main", the run itself).
     """
 
     total_steps: int | None
@@ -29,6 +30,7 @@ class Options(TypedDict, total=False):
     seed: int | None
     threads: int | None
     keep: int
+    milestone_every: str | None
     reduce: Reduce
     lineage: str
 
@@ -63,7 +65,12 @@ class RunConfig:
     seed: int | None = None
     threads: int | None = None
     keep: int = KEEP_NEWEST
+    milestone_steps: int | None = None
     lineage: str = MAIN_LINEAGE
+
+    def is_milestone(self, step: int) -> bool:
+        """Does the rule make the checkpoint of this step one that stays?"""
+        return self.milestone_steps is not None and step > 0 and step % self.milestone_steps == 0
 
 
 _UNITS_S = dict.fromkeys(("s", "sec", "second", "seconds"), 1.0)
@@ -80,6 +87,18 @@ def parse_interval(text: str) -> Interval:
         if unit in _UNITS_S and number > 0:
             return Interval(seconds=number * _UNITS_S[unit])
     raise ValueError(f'lose_at_most={text!r}: give a time such as "30s", "5 min", "1h", or "100 steps"')
+
+
+def _milestone_steps(text: str | None) -> int | None:
+    if text is None:
+        return None
+    try:
+        steps = parse_interval(text).steps
+    except ValueError:
+        steps = None
+    if steps is None:  # a time is not the same on every rank, nor in the run that is done again
+        raise ValueError(f'milestone_every={text!r}: give a number of steps, such as "1000 steps"')
+    return steps
 
 
 def resolve(lose_at_most: str, resume: str, options: Options) -> RunConfig:
@@ -112,5 +131,6 @@ def resolve(lose_at_most: str, resume: str, options: Options) -> RunConfig:
         seed=options.get("seed"),
         threads=options.get("threads"),
         keep=options.get("keep", KEEP_NEWEST),
+        milestone_steps=_milestone_steps(options.get("milestone_every")),
         lineage=check_lineage(options.get("lineage", MAIN_LINEAGE)),
     )
