@@ -30,7 +30,8 @@ class Options(TypedDict, total=False):
 
     total_steps: stop after this many steps. units: micro-batches per step, fixed at birth (default: smallest power of two that is at
     least the world size and divides the global batch). seed: of the random streams inside units (default: the data's). threads:
-    intra-op threads per rank, fixed at birth (default 1 on CPU). keep: newest checkpoints kept besides milestones. hang_timeout: how long
+    intra-op threads per rank, fixed at birth (default 1 on CPU). keep: newest checkpoints kept besides milestones.
+    milestone_every: "1000 steps" makes each such step's checkpoint a milestone, which stays (default: none). hang_timeout: how long
     a rank may stand still inside a step, such as "600s", before all are ended and started again; "auto" (default) learns it from the
     run's own steps: 5 times their median and spread, at least 30 s; None: nobody watches. Evaluations (`run.eval`), saves, starts and
     first steps may take longer, and in a notebook or under a debugger nobody watches. log_to: sinks of metrics, "jsonl" (default:
@@ -44,6 +45,7 @@ class Options(TypedDict, total=False):
     seed: int | None
     threads: int | None
     keep: int
+    milestone_every: str | None
     reduce: Reduce
     hang_timeout: str | None
     log_to: LogTo
@@ -83,10 +85,15 @@ class RunConfig:
     keep: int = KEEP_NEWEST
     hang_timeout: float | Literal["auto"] | None = "auto"
     log_to: tuple[Target, ...] = (Target(JSON_LINES),)
+    milestone_every: int | None = None
     lineage: str = MAIN_LINEAGE
     anomalies: Anomalies = field(default_factory=Anomalies)
     origins: tuple[str, ...] = field(default=(), compare=False)
     """What the script does not show: "keep=5 from UNBROKEN_KEEP"."""
+
+    def is_milestone(self, step: int) -> bool:
+        """Does the rule make the checkpoint of this step one that stays?"""
+        return self.milestone_every is not None and step > 0 and step % self.milestone_every == 0
 
 
 _UNITS_S = dict.fromkeys(("s", "sec", "second", "seconds"), 1.0)
@@ -110,6 +117,13 @@ def _interval(text: Any) -> Interval:
         if unit in _UNITS_S and number > 0:
             return Interval(seconds=number * _UNITS_S[unit])
     raise ValueError('give a time such as "30s", "5 min", "1h", or "100 steps"')
+
+
+def _milestone_steps(text: Any) -> int:
+    with contextlib.suppress(ValueError):
+        if (steps := _interval(text).steps) is not None:  # a time is not the same on every rank, nor in the run that is done again
+            return steps
+    raise ValueError('give a number of steps, such as "1000 steps"')
 
 
 def _hang_timeout(text: Any) -> float | Literal["auto"] | None:
@@ -201,6 +215,13 @@ RUN = Table(
             help="Newest checkpoints kept besides milestones.",
             check=whole,
             from_text=number,
+        ),
+        Setting(
+            name="milestone_every",
+            default=None,
+            accepts='steps, such as "1000 steps"',
+            help="Each such step's checkpoint is a milestone, which stays for ever. Default: none.",
+            check=_milestone_steps,
         ),
         Setting(
             name="hang_timeout",

@@ -129,14 +129,15 @@ class Keeping:
         self.reporting.send(self._journal, self._counters.step, wait=False)
         self.reporting.committed(self._opening.link.committed)
         first, stop = self._counters.step == 0, any(rank.stop for rank in told)
-        urgent = stop or last or self._wanted is not None
+        milestone = self._opening.config.is_milestone(self._counters.step)
+        urgent = stop or last or milestone or self._wanted is not None
         if (urgent or self._pace.due) and any(rank.daemon_lost for rank in told):
             self._reattach()
         if self._wanted is not None:
             wanted, self._wanted = self._wanted, None
-            self.save(*wanted)
+            self.save(wanted[0] or milestone, wanted[1])
         elif first or urgent or (self._pace.due and not put_off):
-            self._snapshot(milestone=False, wait_s=DRAIN_TIMEOUT_S if urgent else SLOT_WAIT_S)
+            self._snapshot(milestone=milestone, wait_s=DRAIN_TIMEOUT_S if urgent else SLOT_WAIT_S)
         if not first:
             self._pace.due = told[0].snapshot_next or (self._pace.due and put_off)
         return stop

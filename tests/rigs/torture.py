@@ -1,7 +1,7 @@
 """A small model that is hard to keep exact, trained by the Run under test; prints one JSON line with its roots.
 
 Dropout, BatchNorm, tied weights, a parameter that only some units use, gradients with -0.0 and a range of 1e-20..1e8, uneven blocks.
-argv: folder steps [seed]. Environment: TORTURE_PRINT=1 prints every step's loss bits.
+argv: folder steps [seed]. Environment: TORTURE_PRINT=1 prints every step's loss bits, TORTURE_LINEAGE names the branch.
 """
 
 from __future__ import annotations
@@ -78,6 +78,7 @@ def main() -> None:
         lose_at_most=os.environ.get("TORTURE_INTERVAL", "3 steps"),
         total_steps=steps,
         units=units,
+        lineage=os.environ.get("TORTURE_LINEAGE", "main"),
     )
     rank = int(os.environ.get("RANK", "0"))
     losses: list[str] = []
@@ -96,7 +97,7 @@ def main() -> None:
         else:
             break
         leave_at = 0
-    info = unbroken.open(directory).steps()[-1]
+    info = unbroken.open(directory, os.environ.get("TORTURE_LINEAGE", "main")).steps()[-1]
     if rank == 0:
         print(json.dumps({"root": info.root, "step": info.step, "completed": run.completed, "losses": losses}))
 
