@@ -23,7 +23,7 @@ from unbroken.core.limits import NUM_SLOTS
 from unbroken.core.messages import Failed, Plan
 from unbroken.core.ports import Clock, environment
 from unbroken.data.loader import Source
-from unbroken.order.ledger import check_same
+from unbroken.order.ledger import SKIPS, check_same
 from unbroken.recover.link import Link
 from unbroken.recover.start import Counters, Start, digests, fact_items
 from unbroken.recover.together import together
@@ -219,6 +219,7 @@ class Opening:
             "/model/structure": (self.stack.structure(), "compared", "logical", "framework"),
             "/environment": (environment_facts, "compared", "rank", "hardware"),
             "/options": (plan.options, "recorded", "logical", "scheduling"),
+            **({SKIPS: (self.source.recorded(), "recorded", "logical", "scheduling")} if self.source.recorded() else {}),
             "/hardware": (facts.hardware(self.device), "recorded", "rank", "hardware"),
             "/topology": (topology, "recorded", "rank", "scheduling"),
             "/layout": (layout, "recorded", "logical", "scheduling"),

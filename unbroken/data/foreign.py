@@ -56,6 +56,9 @@ class _Share:
         self.epochs = epochs
         self.block = range(0)
 
+    def recorded(self) -> dict[str, Any]:
+        return {}
+
     def default_units(self, world_size: int) -> int:
         """The number the user gave: nothing else says how many batches of a foreign loader make a step."""
         if self.units_given is None:

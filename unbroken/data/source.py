@@ -52,6 +52,9 @@ class Facts(Protocol):
     def facts(self) -> dict[str, Any]:
         """Birth facts, JSON-able, compared at resume (`order.ledger.check_same`)."""
 
+    def recorded(self) -> dict[str, Any]:
+        """What belongs to the facts and is too long for them; stored with each checkpoint under `order.ledger.SKIPS`."""
+
     def default_units(self, world_size: int) -> int:
         """Units per step when the user names none; ValueError with the remedy where there is no good answer."""
 
