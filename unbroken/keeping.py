@@ -90,9 +90,12 @@ class Keeping:
         self._pace.step_done()
 
     def retry(self, step: int, attempt: int, why: Exception) -> int:
-        """The number of the next attempt at a step that every member has refused; StepLost where it may not be tried in place."""
-        if attempt + 1 >= MAX_ATTEMPTS:
-            raise StepLost(f"step {step} was refused {attempt + 1} times in place: {why}") from why
+        """The number of the next attempt at a step that every member has refused; StepLost where it may not be tried in place.
+
+        The attempts at the n-th reduction of a step count from n * MAX_ATTEMPTS, so that members at different ones do not agree.
+        """
+        if attempt % MAX_ATTEMPTS + 1 >= MAX_ATTEMPTS:
+            raise StepLost(f"step {step} was refused {attempt % MAX_ATTEMPTS + 1} times in place: {why}") from why
         refuse = Refuse(generation=self.generation, step=step, attempt=attempt, rank=self._rank, reason=str(why)[:1000])
         return self._opening.link.retry(refuse, why)
 

@@ -39,6 +39,7 @@ from unbroken.opening import Opening, device_of, refuse_metric_schedulers, refus
 from unbroken.step.micro import Batch
 from unbroken.stepping import Stepping
 from unbroken.store.tiers.disk import local_path
+from unbroken.updating import OwnUpdate
 
 __all__ = ["EnvironmentChanged", "Run", "SaveWarning", "StepLost"]
 
@@ -248,6 +249,18 @@ class Run:
         self.loss = applied.loss
         self._boundary_open = True
         return True
+
+    @contextmanager
+    def update(self) -> Iterator[OwnUpdate]:
+        """In place of `step`, for optimizers that the loop steps itself, at other times or several times: see `unbroken.updating`.
+
+        The block is one update: applied when it ends, lost (back to a snapshot) when it is left by an error. In it you unscale, clip and
+        call the `step` of optimizers, schedulers and scaler; `loss` is afterwards that of the last pass.
+        """
+        self._require_open()
+        yield OwnUpdate(self._stepping, lambda: self._stop.requested)
+        self.loss = self._stepping.close_update(self._clock.monotonic).loss
+        self._boundary_open = True
 
     @contextmanager
     def eval(self) -> Iterator[None]:

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 
 from unbroken.core.errors import StepLost
+from unbroken.core.limits import MAX_ATTEMPTS
 from unbroken.core.ports import failpoint, position
 from unbroken.data.cursor import Cursor
+from unbroken.data.source import Unit
 from unbroken.keeping import Keeping
 from unbroken.opening import Opening
 from unbroken.order.ledger import unit_digest
@@ -21,7 +23,7 @@ from unbroken.order.units import blocks
 from unbroken.recover.start import Counters
 from unbroken.step.exchange import ExchangeFailed
 from unbroken.step.micro import Batch, Micro
-from unbroken.step.reduce import Flags
+from unbroken.step.reduce import Flags, Reduced
 from unbroken.step.ring import RingUpdate
 from unbroken.step.undo import Undo
 from unbroken.step.update import Applied, Update, check_clip
@@ -47,6 +49,11 @@ class Stepping:
         self._attempt = 0
         self._digest = ""
         self._outcome: bool | None = None
+        self._batch = Batch(0, self._micros)
+        self._turn = 0
+        self._reduced: Reduced | None = None
+        self._is_own = self._holds_units = False
+        self._held: list[Unit] = []
         self.is_inside = False
         self.is_whole = True
         self.told = [Flags()]
@@ -72,12 +79,18 @@ class Stepping:
             self._update.begin()
         self._outcome = None
         self.is_inside = True
-        return Batch(self._counters.step + 1, self._micros)
+        self._start_over()
+        return self._batch
+
+    def _start_over(self) -> None:
+        self._is_own, self._turn, self._reduced = False, 0, None
+        self._held.clear()
+        self._batch = Batch(self._counters.step + 1, self._micros)
 
     def end(self) -> None:
         """The loop asks for the next batch. RuntimeError when it has not called run.step()."""
         if self.is_inside and self._outcome is None:
-            raise RuntimeError("the loop asked for the next batch without run.step(); call it once per batch")
+            raise RuntimeError("the loop asked for the next batch without run.step() or run.update(); one of them belongs to each batch")
 
     def give_up(self) -> None:
         """Return to the last boundary: buffers, gradients, extras, the rank's own streams, the place in the data."""
@@ -85,6 +98,7 @@ class Stepping:
         if self.is_inside:
             self.is_inside, self._outcome = False, None
             self.is_whole = self.is_whole and not self._undo.changed()
+            self._start_over()
             self._put_back()
             self._cursor.repeat(self._counters.step + 1)
 
@@ -93,10 +107,10 @@ class Stepping:
         self._streams.leave()
         if self._outcome is not None:
             raise RuntimeError("run.step() was called twice for one batch")
+        if self._is_own:
+            raise RuntimeError("run.step() inside run.update(): call update.reduce() and your optimizers' step() there")
         check_clip(clip_grad_norm)
-        done, due = len(self._update.collected), len(self._cursor.block)
-        if done != due:
-            raise RuntimeError(f"run.step() after {done} of {due} units: iterate over the whole batch")
+        self._require_all_units("run.step()")
         failpoint("step.reduce")
         try:
             reduced = self._update.reduce(self._keeping.flags(stop))
@@ -105,8 +119,65 @@ class Stepping:
             self._refuse(error)
             return None
         self.is_whole = False
-        applied = self._update.apply(reduced, clip_grad_norm)
-        self._outcome, self.is_inside = True, False
+        return self._applied(self._update.apply(reduced, clip_grad_norm), reduced, now_s)
+
+    def open_update(self) -> None:
+        """The loop will reduce and apply by itself. RuntimeError outside a batch, or twice for one."""
+        self._streams.leave()
+        if not self.is_inside or self._outcome is not None or self._is_own:
+            raise RuntimeError("run.update() belongs into the loop over the run, once per batch, in place of run.step()")
+        self._is_own = True
+        self._update.own("with a closure")
+
+    @property
+    def has_begun(self) -> bool:
+        """Has the batch been iterated since the last reduction? The same on ranks that hold no unit."""
+        return self._batch.begun
+
+    def reduce(self, stop: bool) -> float:
+        """Reduce one pass over the batch into `.grad`; the mean loss. StepLost where a collective has failed for good.
+
+        What a refused collective was to add is still there, so all ranks try again with it, as long as all are at this very one.
+        """
+        self._streams.leave()
+        if not self._is_own:
+            raise RuntimeError("update.reduce() belongs into its block: with run.update() as update")
+        self._require_all_units("update.reduce()")
+        failpoint("step.reduce")
+        step, attempt, reduced = self._counters.step + 1, self._turn * MAX_ATTEMPTS, None
+        while reduced is None:
+            try:
+                reduced = self._update.reduce(self._keeping.flags(stop))
+            except ExchangeFailed as error:
+                self._exchange.abandon()
+                attempt = self._keeping.retry(step, attempt, error)
+                self._exchange.connect(f"{self._keeping.generation}/{step}/{attempt}")
+                self._attempt += 1
+        self.is_whole = False
+        self._update.deliver(reduced)
+        self._update.begin_pass()
+        self._update.own("yes")
+        self._reduced = reduced
+        self._turn += 1
+        self._batch.begun = False
+        failpoint("step.optimizer")
+        loss = self._update.loss_of(reduced)
+        return float("nan") if loss is None else loss
+
+    def close_update(self, now_s: Callable[[], float]) -> Applied:
+        """The loop has applied its update. RuntimeError where gradients were never reduced."""
+        self._streams.leave()
+        if self._reduced is None or self._batch.begun:
+            raise RuntimeError("run.update() ended without update.reduce() after the last pass over the batch: its gradients are lost")
+        return self._applied(self._update.finish(self._reduced), self._reduced, now_s)
+
+    def _require_all_units(self, what: str) -> None:
+        done, due = len(self._update.collected), len(self._cursor.block)
+        if done != due or (self._is_own and not self._batch.begun):
+            raise RuntimeError(f"{what} after {done} of {due} units: iterate over the whole batch")
+
+    def _applied(self, applied: Applied, reduced: Reduced, now_s: Callable[[], float]) -> Applied:
+        self._outcome, self.is_inside, self._is_own = True, False, False
         self.told = [rank.flags for rank in reduced.facts]
         self._count(applied)
         self._keeping.stepped(self._attempt, applied, now_s())
@@ -124,32 +195,52 @@ class Stepping:
         self._update.close()
 
     def _micros(self) -> Iterator[Micro]:
-        step = self._counters.step + 1
+        step, turn = self._counters.step + 1, self._turn
+        if turn:
+            self._update.own("with a closure")
         for number in self._cursor.block:
-            unit = self._cursor.take(step, number)
+            unit = self._take(step, number)
             self._digest = digest = unit_digest(unit.ids)
             if unit.weight == 0:
                 self._update.finish_unit(number, digest, 0, None)
                 continue
             self._update.start_unit()
-            self._streams.enter(step, number)
+            self._streams.enter(step, number, turn)
             position[0] = step
             failpoint("step.forward")
             micro = Micro(unit, self._backward)
             yield micro
             self._streams.leave()
-            if not micro.done and self._is_ring:
-                self._update.finish_unit(number, digest, unit.weight, None)
+            if not micro.done and (self._is_ring or not micro.weight):
+                self._update.finish_unit(number, digest, micro.weight, None, unit.weight)
             elif not micro.done:
                 raise RuntimeError(
                     f"unit {number} of step {step} ended without micro.backward(loss): call it, not loss.backward(), once for each micro, "
                     "before the next one is taken"
                 )
 
-    def _backward(self, micro: Micro, loss: torch.Tensor) -> None:
+    def _take(self, step: int, number: int) -> Unit:
+        """A unit of the step. From the second pass of a step on they are held for the next; the first time they are loaded again."""
+        block = self._cursor.block
+        if self._turn and number == block.start and len(self._held) != len(block):
+            self._holds_units = True
+            self._held.clear()
+            self._cursor.repeat(step)
+        if len(self._held) == len(block):
+            return self._held[number - block.start]
+        unit = self._cursor.take(step, number)
+        if self._holds_units:
+            self._held.append(unit)
+        return unit
+
+    def _backward(self, micro: Micro, loss: torch.Tensor | None) -> None:
         failpoint("step.backward")
-        self._update.backward(loss, micro.weight)
-        self._update.finish_unit(micro.unit, self._digest, micro.weight, loss)
+        samples = len(micro.ids)
+        if micro.weight and loss is not None:
+            self._update.backward(loss, micro.weight, samples)
+        elif micro.weight:
+            self._update.take_over(micro.weight, samples)
+        self._update.finish_unit(micro.unit, self._digest, micro.weight, loss, samples)
 
     def _count(self, applied: Applied) -> None:
         counters = self._counters

@@ -1,6 +1,10 @@
 """Ordered reduction: the gradient of a step is a fixed binary tree of sums over its units, whoever computed them (I14).
 
-    g = tree_sum(g_u) / (sum(w_u) / N)          g_u: gradient of (w_u / N) * loss_u,  N: samples of a full step
+    g = tree_sum(2^s_u g_u) / (sum(w_u) / N)    g_u: gradient of (w_u / N / 2^s_u) * loss_u,  N: samples of a full step
+
+The shift s_u is 0 where a unit weighs as much as it has samples. Where it weighs its tokens, the power of two in that stays out of the
+loss (half types would overflow, and a GradScaler's scale with them): sums carry their shift, and the one of the smaller is scaled down
+when two are added, which is exact.
 
 A rank keeps each unit's gradients as backward made them and adds tree neighbours at once, so that it holds at most log2 U + 1 sums; in
 a full step the division is by one and left out. At world size 1 nothing is copied. Else one step takes two collectives: every rank
@@ -14,14 +18,16 @@ unit had one, `.grad` stays None.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 import torch
 from msgspec import Struct
 
-from unbroken.order.tree import Node, cover, merge
+from unbroken.order.tree import Node, cover, merge, span
 from unbroken.order.units import blocks
 from unbroken.step.exchange import Exchange
 
@@ -30,15 +36,37 @@ _ALIGN = 64
 Sums = list[torch.Tensor | None]
 """A sum over some units, per tensor; None where none of them had a value."""
 
+NO_SHIFT = -(1 << 12)
+"""Of a unit that weighs nothing: any other shift is larger, and 2 to its power is 0."""
+
+
+class Partial(NamedTuple):
+    """2^shift times `sums` is what some units give to the step."""
+
+    shift: int
+    sums: Sums
+
+
+def shift_of(weight: int, samples: int) -> int:
+    """The power of two that stays out of a unit's loss: the largest that is at most weight / samples."""
+    if weight < 1:
+        return NO_SHIFT
+    samples = max(samples, 1)
+    shift = weight.bit_length() - samples.bit_length()
+    return shift if weight << max(-shift, 0) >= samples << max(shift, 0) else shift - 1
+
 
 class UnitFacts(Struct, frozen=True, array_like=True):
-    """What travels with a unit: sample digest, weight, float64 loss bits (hex), and a digest of its integer buffers ("" if untouched)."""
+    """What travels with a unit: sample digest, weight, float64 loss bits (hex), a digest of its integer buffers ("" if untouched), the
+    number of its samples, and the shift of its gradients."""
 
     unit: int
     digest: str
     weight: int
     loss: str
     integers: str
+    samples: int = 0
+    shift: int = 0
 
 
 class Flags(Struct, frozen=True, array_like=True):
@@ -62,11 +90,12 @@ class RankFacts(Struct, frozen=True, array_like=True):
 class Reduced:
     """Result of a step's collective phase, the same on every rank: the sum of each tensor over all units, None where no unit had one.
 
-    The sums' memory is used again by the next step.
+    The sums' memory is used again by the next step. They lack a factor of 2^shift.
     """
 
     facts: list[RankFacts]
     total_weight: int
+    shift: int = 0
     sums: list[torch.Tensor | None] = field(default_factory=list)
 
     def units(self) -> list[UnitFacts]:
@@ -159,7 +188,7 @@ class OrderedReduction:
         self._blocks = blocks(num_units, exchange.world_size)
         self._covers = [cover(b, num_units) if len(b) else [] for b in self._blocks]
         self._slices = [size // exchange.world_size for size in self.layout.padded(exchange.world_size)]
-        self._nodes: dict[Node, Sums] = {}
+        self._nodes: dict[Node, Partial] = {}
         self._present = bytearray(len(self.layout.tensors))
         self._head_bytes = _head_bytes(max(map(len, self._blocks)), len(self.layout.tensors), integer_bytes)
         self._wire: dict[str, torch.Tensor] = {}
@@ -187,14 +216,14 @@ class OrderedReduction:
         self._present = bytearray(len(self.layout.tensors))
 
     @torch.no_grad()
-    def add(self, unit: int, values: Sequence[torch.Tensor | None]) -> None:
-        """Take one unit's values over, None for a tensor that it has none of, and add finished neighbours.
+    def add(self, unit: int, values: Sequence[torch.Tensor | None], shift: int = 0) -> None:
+        """Take one unit's values over, None for a tensor that it has none of, and add finished neighbours; 2^shift times them counts.
 
         The tensors are ours from here on and are written. Cost: nothing for a unit that waits for its neighbour, else one addition.
         """
         for index, value in enumerate(values):
             self._present[index] |= value is not None
-        self._nodes[Node(0, unit)] = [None if v is None else v.to(sum_type(v.dtype)) for v in values]
+        self._nodes[Node(0, unit)] = Partial(shift, [None if v is None else v.to(sum_type(v.dtype)) for v in values])
         self._nodes = merge(self._nodes, _add, self.num_units)
 
     @torch.no_grad()
@@ -209,16 +238,17 @@ class OrderedReduction:
         received = [self._head_bytes + len(nodes) * self._slice_bytes for nodes in self._covers]
         if exchange.world_size == 1:
             told = [_unframe(exchange.scatter(frames, sent, sent)[: self._head_bytes])]
-            (sums,) = self._nodes.values()
+            (done,) = self._nodes.values()
         else:
             arrived = torch.split(exchange.scatter(frames, sent, received, self._buffer("arrived", sum(received))), received)
             told = [_unframe(part[: self._head_bytes]) for part in arrived]
-            sums = self._gather(arrived)
+            done = self._gather(arrived, told)
         present = [any(rank.present[i] for rank in told) for i in range(len(self.layout.tensors))]
         return Reduced(
             facts=told,
             total_weight=sum(unit.weight for rank in told for unit in rank.units),
-            sums=[value if is_present else None for value, is_present in zip(sums, present, strict=True)],
+            shift=done.shift,
+            sums=[value if is_present else None for value, is_present in zip(done.sums, present, strict=True)],
         )
 
     @property
@@ -236,7 +266,7 @@ class OrderedReduction:
         head, world_size = _frame(facts, self._head_bytes, self._exchange.device), self._exchange.world_size
         if world_size == 1:
             return head, [self._head_bytes]
-        mine = [self.layout.flat(self._nodes[node]) for node in self._covers[self._exchange.rank]]
+        mine = [self.layout.flat(self._nodes[node].sums) for node in self._covers[self._exchange.rank]]
         size = self._head_bytes + len(mine) * self._slice_bytes
         frames = self._buffer("frames", size * world_size)
         for destination, frame in enumerate(torch.split(frames, size)):
@@ -249,9 +279,10 @@ class OrderedReduction:
                     offset = end
         return frames, [size] * world_size
 
-    def _gather(self, arrived: Sequence[torch.Tensor]) -> Sums:
+    def _gather(self, arrived: Sequence[torch.Tensor], told: Sequence[RankFacts]) -> Partial:
         """The rest of the tree on this rank's slice of everybody's partial sums, then all finished slices."""
-        nodes: dict[Node, Sums] = {}
+        shifts = {unit.unit: unit.shift for rank in told for unit in rank.units}
+        nodes: dict[Node, Partial] = {}
         for cover_nodes, part in zip(self._covers, arrived, strict=True):
             offset = self._head_bytes
             for node in cover_nodes:
@@ -259,18 +290,30 @@ class OrderedReduction:
                 for count, dtype in zip(self._slices, self.layout.types, strict=True):
                     slices.append(part[offset : offset + count * dtype.itemsize].view(dtype))
                     offset += count * dtype.itemsize
-                nodes[node] = slices
+                nodes[node] = Partial(max(shifts[unit] for unit in span(node, self.num_units)), slices)
         done = merge(nodes, _add, self.num_units)
         assert len(done) == 1, f"the tree did not close: {sorted(done)}"
         world_size, flats = self._exchange.world_size, []
-        for group, part_sum in enumerate(next(iter(done.values()))):
+        (whole,) = done.values()
+        for group, part_sum in enumerate(whole.sums):
             assert part_sum is not None
             out = self._buffer(f"sums {group}", part_sum.nbytes * world_size).view(part_sum.dtype)
             flats.append(self._exchange.gather(part_sum, out))
-        return [self.layout.view(flats, index) for index in range(len(self.layout.tensors))]
+        return Partial(whole.shift, [self.layout.view(flats, index) for index in range(len(self.layout.tensors))])
 
 
-def _add(left: Sums, right: Sums) -> Sums:
+def _add(left: Partial, right: Partial) -> Partial:
+    """left + right, in the memory of either; the one of the smaller shift is scaled down first."""
+    if left.shift < right.shift:
+        left, right = right, left
+    if left.shift > right.shift:
+        lower = [value for value in right.sums if value is not None]
+        if lower:
+            torch._foreach_mul_(lower, math.ldexp(1.0, right.shift - left.shift))
+    return Partial(left.shift, _add_sums(left.sums, right.sums))
+
+
+def _add_sums(left: Sums, right: Sums) -> Sums:
     """left + right, in the memory of either; None counts as +0.0, so that who has no value does not matter."""
     ours: list[torch.Tensor] = []
     theirs: list[torch.Tensor] = []

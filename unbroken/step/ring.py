@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from unbroken.capture.stack import Stack
 from unbroken.step.exchange import Exchange
 from unbroken.step.reduce import Flags, RankFacts, Reduced, UnitFacts
-from unbroken.step.update import Update, bits, scaled
+from unbroken.step.update import Update, loss_bits, scaled
 
 
 def require_fixed_buckets(models: Mapping[str, nn.Module], world_size: int) -> None:
@@ -57,20 +57,26 @@ class RingUpdate(Update):
     def start_unit(self) -> None:
         """Buffers are DDP's business."""
 
-    def backward(self, loss: torch.Tensor, weight: int) -> None:
+    def backward(self, loss: torch.Tensor, weight: int, samples: int | None = None) -> None:
         """As in a plain loop: DDP averages over ranks by itself."""
         scaled(self._stack.parts.scaler, loss).backward()  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
-    def finish_unit(self, unit: int, digest: str, weight: int, loss: torch.Tensor | None) -> None:
-        """Keep the unit's facts; its gradient stays in `.grad`."""
-        self.keep(unit, digest, weight, loss)
+    def take_over(self, weight: int, samples: int) -> None:
+        """Gradients stay as they are."""
+
+    @torch.no_grad()
+    def finish_unit(self, unit: int, digest: str, weight: int, loss: torch.Tensor | None, samples: int | None = None) -> None:
+        """Keep the unit's facts; its gradient stays in `.grad`. ValueError for a weight of its own, of which DDP knows nothing."""
+        samples = weight if samples is None else samples
+        if weight != samples:
+            raise ValueError('micro.weight needs the default reduction: under reduce="ring" DDP has added the gradients already')
+        self.keep(unit, digest, weight, loss, samples=samples)
 
     def reduce(self, flags: Flags) -> Reduced:
         """Tell all ranks what each has computed; rank 0's buffers become everybody's, as DDP would make them at the next forward."""
-        unknown = float("nan")  # a plain loop need not tell us its loss
-        losses = [u.loss.item() if u.loss is not None else unknown if u.weight else 0.0 for u in self.collected]
-        units = tuple(UnitFacts(u.unit, u.digest, u.weight, bits(loss), "") for u, loss in zip(self.collected, losses, strict=True))
+        losses = [loss_bits(None if u.loss is None else u.loss.item()) for u in self.collected]  # a plain loop need not tell us its loss
+        units = tuple(UnitFacts(u.unit, u.digest, u.weight, loss, "", u.samples) for u, loss in zip(self.collected, losses, strict=True))
         facts = self._exchange.share(RankFacts(units=units, flags=flags), RankFacts)
         self._buffers.settle()
         for buffer in self._buffers.all:
@@ -80,5 +86,5 @@ class RingUpdate(Update):
                 buffer.copy_(first.view(buffer.dtype).view(buffer.shape))
         return Reduced(facts=facts, total_weight=sum(u.weight for rank in facts for u in rank.units))
 
-    def _deliver(self, reduced: Reduced) -> None:
-        pass  # the gradients are already in .grad
+    def deliver(self, reduced: Reduced) -> None:
+        """The gradients are in `.grad` already."""

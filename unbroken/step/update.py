@@ -6,6 +6,7 @@ Nothing of the state changes before `reduce` has returned, so that a refused att
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,10 @@ from unbroken.core.ports import failpoint
 from unbroken.order.tree import Node, merge
 from unbroken.step.exchange import Exchange
 from unbroken.step.live_buffers import LiveBuffers
-from unbroken.step.reduce import Flags, OrderedReduction, RankFacts, Reduced, UnitFacts, sum_type
+from unbroken.step.reduce import Flags, OrderedReduction, RankFacts, Reduced, UnitFacts, shift_of, sum_type
+
+Applying = Literal["no", "with a closure", "yes"]
+"""May an optimizer take its step: only one that evaluates the loss itself (LBFGS) before the gradients are reduced."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,19 @@ def from_bits(text: str) -> float:
     return float(struct.unpack(">d", bytes.fromhex(text))[0])
 
 
+NO_LOSS = "7ff8000000000000"
+"""Bits of the NaN that stands for a loss which the loop did not tell."""
+
+_NAN = "7ff8000000000001"
+
+
+def loss_bits(loss: float | None) -> str:
+    """Bits of a loss: a NaN that was told is another than the one for None, and the same on every machine."""
+    if loss is None:
+        return NO_LOSS
+    return _NAN if math.isnan(loss) else bits(loss)
+
+
 @dataclass(frozen=True)
 class _Unit:
     """One unit set aside: its facts, loss (float64, on the device), which buffers it wrote, and its integer buffers' values."""
@@ -51,6 +68,7 @@ class _Unit:
     unit: int
     digest: str
     weight: int
+    samples: int
     loss: torch.Tensor | None
     changed: Sequence[torch.Tensor]
     integers: Sequence[torch.Tensor] | None
@@ -75,7 +93,7 @@ class Update:
         self.reduction = OrderedReduction([*self._parameters, *self._buffers.floats], num_units, exchange, integer_bytes)
         self.collected: list[_Unit] = []
         self._ran = {id(o): False for o in stack.parts.optimizers.values()}
-        self._applying = [False]  # the hooks hold this and `_ran`, not us: an optimizer may outlive the run
+        self._applying: list[Applying] = ["no"]  # the hooks hold this and `_ran`, not us: an optimizer may outlive the run
         self._undone: list[Callable[[], None]] = []
         self._epochs: list[Any] | None = None
         for optimizer in stack.parts.optimizers.values():
@@ -102,7 +120,12 @@ class Update:
             raise RuntimeError(
                 "a scheduler was stepped by the loop, which run.step() does: leave scheduler.step() out, or scheduler= of Run"
             )
+        self._applying[0] = "no"
         self._clear_gradients()
+        self.begin_pass()
+
+    def begin_pass(self) -> None:
+        """Forget the units set aside; those to come start from the buffers as they stand now. Cost: a copy of the buffers."""
         self.reduction.reset()
         self.collected.clear()
         self._buffers.remember()
@@ -117,22 +140,38 @@ class Update:
         self._buffers.rewind()
         self._clear_gradients()
 
-    def backward(self, loss: torch.Tensor, weight: int) -> None:
-        """Backward of a unit's mean loss, scaled to its share of a full step: the sum over units is the gradient then, undivided."""
-        share = weight / self._full_weight
+    def backward(self, loss: torch.Tensor, weight: int, samples: int | None = None) -> None:
+        """Backward of a unit's mean loss, scaled to its share of a full step: the sum over units is the gradient then, undivided.
+
+        samples: in the unit (default: its weight).
+        """
+        share = self._share(weight, samples)
         scaled(self._stack.parts.scaler, loss if share == 1.0 else loss * share).backward()  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
-    def finish_unit(self, unit: int, digest: str, weight: int, loss: torch.Tensor | None) -> None:
-        """Set the unit's gradients and buffers aside and clear `.grad`. A unit without samples has weight 0 and no loss."""
+    def take_over(self, weight: int, samples: int) -> None:
+        """The same for gradients of a unit's mean loss that the loop's own backward calls have left. Cost: a pass over them."""
+        share = self._share(weight, samples)
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        if share != 1.0 and gradients:
+            torch._foreach_mul_(gradients, share)
+
+    def _share(self, weight: int, samples: int | None) -> float:
+        return math.ldexp(weight / self._full_weight, -shift_of(weight, weight if samples is None else samples))
+
+    @torch.no_grad()
+    def finish_unit(self, unit: int, digest: str, weight: int, loss: torch.Tensor | None, samples: int | None = None) -> None:
+        """Set the unit's gradients and buffers aside and clear `.grad`. One that weighs nothing has no loss, and what it did is gone."""
+        samples = weight if samples is None else samples
+        shift = shift_of(weight, samples)
         # a unit without samples has run nothing: what the buffers hold is the beginning's, or another unit's
         self._buffers.settle()
         gradients = [_dense(p.grad) if weight else None for p in self._parameters]
         self._clear_gradients()
-        floats = [b.to(sum_type(b.dtype)) * float(weight) if weight else None for b in self._buffers.floats]
-        self.reduction.add(unit, [*gradients, *floats])
-        integers = [b.detach().clone() for b in self._buffers.integers] if loss is not None else None
-        self.keep(unit, digest, weight, loss, changed=self._buffers.changed(), integers=integers)
+        floats = [b.to(sum_type(b.dtype)) * math.ldexp(weight, -shift) if weight else None for b in self._buffers.floats]
+        self.reduction.add(unit, [*gradients, *floats], shift)
+        integers = [b.detach().clone() for b in self._buffers.integers] if weight else None
+        self.keep(unit, digest, weight, loss, samples=samples, changed=self._buffers.changed() if weight else (), integers=integers)
 
     def keep(
         self,
@@ -141,11 +180,13 @@ class Update:
         weight: int,
         loss: torch.Tensor | None,
         *,
+        samples: int,
         changed: Sequence[torch.Tensor] = (),
         integers: Sequence[torch.Tensor] | None = None,
     ) -> None:
         """Remember a unit's facts until the collective phase; nothing is read from the device yet."""
-        self.collected.append(_Unit(unit, digest, weight, None if loss is None else loss.detach().double(), changed, integers))
+        told = None if loss is None else loss.detach().double()
+        self.collected.append(_Unit(unit, digest, weight, samples, told, changed, integers))
 
     def reduce(self, flags: Flags) -> Reduced:
         """The collective phase. Raises ExchangeFailed; the state is then still that of the step's beginning."""
@@ -161,41 +202,53 @@ class Update:
             if any(changed[num_floats:]):
                 raw = b"".join(tensor_bytes(b) for b in u.integers or ())
                 digest = text_digest(raw)[:32]
-            units.append(UnitFacts(u.unit, u.digest, u.weight, bits(loss), digest))
+            shift = shift_of(u.weight, u.samples)
+            units.append(UnitFacts(u.unit, u.digest, u.weight, loss_bits(loss), digest, u.samples, shift))
         facts = RankFacts(units=tuple(units), flags=flags, present=bytes(present), integers=raw)
         return self.reduction.reduce(facts)
 
-    def _read_facts(self) -> list[tuple[float, list[bool]]]:
+    def _read_facts(self) -> list[tuple[float | None, list[bool]]]:
         """Of each unit its loss and which buffers it wrote; one copy from the device, which waits for the step's forward passes."""
-        told = [[] if u.loss is None else [u.loss.reshape(()), *(u.changed if u.integers is not None else ())] for u in self.collected]
+        told = [[*(() if u.loss is None else [u.loss.reshape(())]), *u.changed] for u in self.collected]
         flat = [value for unit in told for value in unit]
         read = iter(torch.stack([value.to(flat[0].device, torch.float64) for value in flat]).tolist() if flat else ())
-        facts = []
-        for unit in told:
-            loss, *changed = [next(read) for _ in unit] or [0.0]
-            facts.append((loss, [bool(flag) for flag in changed]))
+        facts: list[tuple[float | None, list[bool]]] = []
+        for u in self.collected:
+            loss = None if u.loss is None else next(read)
+            facts.append((loss, [bool(next(read)) for _ in u.changed]))
         return facts
 
     def apply(self, reduced: Reduced, clip_grad_norm: float | None) -> Applied:
         """Unscale, clip, optimizers, schedulers, zero_grad. All ranks do the same on the same bits."""
-        units = reduced.units()
-        self._check_integers(units)
-        self._deliver(reduced)
+        self.deliver(reduced)
         failpoint("step.optimizer")
-        self._applying[0] = True
+        self._applying[0] = "yes"
         applied = self._run_optimizers(clip_grad_norm)
-        self._applying[0] = False
-        self._clear_gradients()
         if applied:
             for scheduler in self._stack.parts.schedulers.values():
                 scheduler.step()
+        return self.finish(reduced, applied)
+
+    def own(self, applying: Applying) -> None:
+        """Whether the loop may call `optimizer.step()` itself now."""
+        if self._applying[0] == "no":
+            self._forget_ran()
+        self._applying[0] = applying
+
+    def finish(self, reduced: Reduced, applied: bool | None = None) -> Applied:
+        """The update is done: what it was. `applied` None: by the loop, then it is skipped if a GradScaler has kept all optimizers back."""
+        if applied is None:
+            applied = self._stack.parts.scaler is None or any(self._ran.values())
+        self._applying[0] = "no"
+        self._clear_gradients()
         self._epochs = self._scheduler_epochs()
-        loss = self._loss(units, reduced.total_weight)
+        units = reduced.units()
+        loss = self.loss_of(reduced)
         return Applied(
-            loss=loss,
-            loss_bits=bits(loss),
+            loss=float("nan") if loss is None else loss,
+            loss_bits=loss_bits(loss),
             status="applied" if applied else "skipped",
-            num_samples=sum(u.weight for u in units),
+            num_samples=sum(u.samples for u in units),
             units=tuple(u.digest for u in units),
         )
 
@@ -207,16 +260,19 @@ class Update:
             parameter.grad = None
 
     @torch.no_grad()
-    def _deliver(self, reduced: Reduced) -> None:
+    def deliver(self, reduced: Reduced) -> None:
+        """Put the reduced gradients into `.grad`, and the buffers' new values into place."""
+        self._check_integers(reduced.units())
         num_parameters, total = len(self._parameters), reduced.total_weight
         gradients = [value for value in reduced.sums[:num_parameters] if value is not None]
-        if total not in (0, self._full_weight) and gradients:
-            torch._foreach_div_(gradients, total / self._full_weight)
+        share = math.ldexp(total / self._full_weight, -reduced.shift) if total else 1.0
+        if share != 1.0 and gradients:
+            torch._foreach_div_(gradients, share)
         for parameter, value in zip(self._parameters, reduced.sums, strict=False):
             parameter.grad = None if value is None else _as_gradient(value, parameter)
         for buffer, value in zip(self._buffers.floats, reduced.sums[num_parameters:], strict=True):
             if value is not None:
-                buffer.copy_(value / max(total, 1))
+                buffer.copy_(value / math.ldexp(total, -reduced.shift))
         raw = next((rank.integers for rank in reduced.facts if rank.integers), b"")
         if raw:
             offset = 0
@@ -246,8 +302,7 @@ class Update:
                 scaler.unscale_(optimizer)
         if clip_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_(self._parameters, clip_grad_norm)
-        for key in self._ran:
-            self._ran[key] = False
+        self._forget_ran()
         for optimizer in optimizers:
             if scaler is not None:
                 scaler.step(optimizer)
@@ -259,16 +314,30 @@ class Update:
         scaler.update()
         return applied
 
-    def _loss(self, units: list[UnitFacts], total_weight: int) -> float:
-        nodes = merge({Node(0, u.unit): u.weight * from_bits(u.loss) for u in units}, lambda a, b: a + b, self._num_units)
+    def _forget_ran(self) -> None:
+        for key in self._ran:
+            self._ran[key] = False
+
+    def loss_of(self, reduced: Reduced) -> float | None:
+        """The weighted mean loss in unit order; None where a unit did not tell its own, or none weighs anything."""
+        units = reduced.units()
+        if not reduced.total_weight or any(u.weight and u.loss == NO_LOSS for u in units):
+            return None
+        nodes = merge({Node(0, u.unit): u.weight * from_bits(u.loss) if u.weight else 0.0 for u in units}, float.__add__, self._num_units)
         assert len(nodes) == 1
-        return float(next(iter(nodes.values()))) / max(total_weight, 1)
+        return float(next(iter(nodes.values()))) / reduced.total_weight
 
 
-def _step_hooks(optimizer: torch.optim.Optimizer, applying: list[bool], ran: dict[int, bool]) -> list[Any]:
-    def before(*_: Any) -> None:
-        if not applying[0]:
-            raise RuntimeError("optimizer.step() was called by the loop: call run.step() instead, which steps the optimizers of Run")
+def _step_hooks(optimizer: torch.optim.Optimizer, applying: list[Applying], ran: dict[int, bool]) -> list[Any]:
+    def before(_: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        if applying[0] == "no":
+            raise RuntimeError(
+                "optimizer.step() was called by the loop: call run.step() instead, which steps the optimizers of Run, "
+                "or step them yourself inside `with run.update() as update:`"
+            )
+        has_closure = (named.get("closure") or (arguments[0] if arguments else None)) is not None
+        if applying[0] == "with a closure" and not has_closure:
+            raise RuntimeError("optimizer.step() before update.reduce(): the gradients are those of this rank's units only")
 
     def after(*_: Any) -> None:
         ran[id(optimizer)] = True

@@ -217,7 +217,10 @@ def test_a_rank_holds_only_logarithmically_many_sums(num_units: int, world_size:
         reduction = OrderedReduction(like, num_units, exchange)
         for unit in block:
             reduction.add(unit, [torch.ones(100), torch.ones(10, dtype=torch.float64)])
-            assert sum(value.nbytes for sums in reduction._nodes.values() for value in sums if value is not None) <= reduction.buffers_bytes
+            assert (
+                sum(value.nbytes for node in reduction._nodes.values() for value in node.sums if value is not None)
+                <= reduction.buffers_bytes
+            )
             assert len(reduction._nodes) <= 2 * num_units.bit_length() + 1
 
 
