@@ -217,7 +217,7 @@ class Run:
             raise RuntimeError(f"another Run in this process has opened {self._directory} since, and this one gave way to it: use that one")
         if self._closed:  # also true after the loop has ended by itself
             raise RuntimeError("this run is closed; make a new Run to go on")
-        if not self._stepping.is_whole:
+        if not (self._stepping.is_whole or self._stepping.is_own):
             raise RuntimeError("a step was left half-way by an error, so this state is not whole; make a new Run, which goes back")
 
     def _require_unchanged(self) -> None:
@@ -258,7 +258,8 @@ class Run:
         call the `step` of optimizers, schedulers and scaler; `loss` is afterwards that of the last pass.
         """
         self._require_open()
-        yield OwnUpdate(self._stepping, lambda: self._stop.requested)
+        with self._stepping.giving_up():
+            yield OwnUpdate(self._stepping, lambda: self._stop.requested)
         self.loss = self._stepping.close_update(self._clock.monotonic).loss
         self._boundary_open = True
 

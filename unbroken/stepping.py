@@ -7,6 +7,7 @@ undone; while the optimizers run it is neither, and nothing of it may be saved.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -52,10 +53,11 @@ class Stepping:
         self._batch = Batch(0, self._micros)
         self._turn = 0
         self._reduced: Reduced | None = None
-        self._is_own = self._holds_units = False
+        self._holds_units = False
         self._held: list[Unit] = []
         self.is_inside = False
         self.is_whole = True
+        self.is_own = False
         self.told = [Flags()]
 
     @property
@@ -83,7 +85,7 @@ class Stepping:
         return self._batch
 
     def _start_over(self) -> None:
-        self._is_own, self._turn, self._reduced = False, 0, None
+        self.is_own, self._turn, self._reduced = False, 0, None
         self._held.clear()
         self._batch = Batch(self._counters.step + 1, self._micros)
 
@@ -107,7 +109,7 @@ class Stepping:
         self._streams.leave()
         if self._outcome is not None:
             raise RuntimeError("run.step() was called twice for one batch")
-        if self._is_own:
+        if self.is_own:
             raise RuntimeError("run.step() inside run.update(): call update.reduce() and your optimizers' step() there")
         check_clip(clip_grad_norm)
         self._require_all_units("run.step()")
@@ -124,10 +126,19 @@ class Stepping:
     def open_update(self) -> None:
         """The loop will reduce and apply by itself. RuntimeError outside a batch, or twice for one."""
         self._streams.leave()
-        if not self.is_inside or self._outcome is not None or self._is_own:
+        if not self.is_inside or self._outcome is not None or self.is_own:
             raise RuntimeError("run.update() belongs into the loop over the run, once per batch, in place of run.step()")
-        self._is_own = True
+        self.is_own = True
         self._update.own("with a closure")
+
+    @contextmanager
+    def giving_up(self) -> Iterator[None]:
+        """An error that leaves this block ends the loop's own update half-way."""
+        try:
+            yield
+        except BaseException:  # raised again: only ends what it has interrupted
+            self.is_own = False
+            raise
 
     @property
     def has_begun(self) -> bool:
@@ -140,7 +151,7 @@ class Stepping:
         What a refused collective was to add is still there, so all ranks try again with it, as long as all are at this very one.
         """
         self._streams.leave()
-        if not self._is_own:
+        if not self.is_own:
             raise RuntimeError("update.reduce() belongs into its block: with run.update() as update")
         self._require_all_units("update.reduce()")
         failpoint("step.reduce")
@@ -173,11 +184,11 @@ class Stepping:
 
     def _require_all_units(self, what: str) -> None:
         done, due = len(self._update.collected), len(self._cursor.block)
-        if done != due or (self._is_own and not self._batch.begun):
+        if done != due or (self.is_own and not self._batch.begun):
             raise RuntimeError(f"{what} after {done} of {due} units: iterate over the whole batch")
 
     def _applied(self, applied: Applied, reduced: Reduced, now_s: Callable[[], float]) -> Applied:
-        self._outcome, self.is_inside, self._is_own = True, False, False
+        self._outcome, self.is_inside, self.is_own = True, False, False
         self.told = [rank.flags for rank in reduced.facts]
         self._count(applied)
         self._keeping.stepped(self._attempt, applied, now_s())

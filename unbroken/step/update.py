@@ -335,7 +335,7 @@ def _step_hooks(optimizer: torch.optim.Optimizer, applying: list[Applying], ran:
                 "optimizer.step() was called by the loop: call run.step() instead, which steps the optimizers of Run, "
                 "or step them yourself inside `with run.update() as update:`"
             )
-        has_closure = (named.get("closure") or (arguments[0] if arguments else None)) is not None
+        has_closure = (named.get("closure") or (arguments[1] if len(arguments) > 1 else None)) is not None  # the first is the optimizer
         if applying[0] == "with a closure" and not has_closure:
             raise RuntimeError("optimizer.step() before update.reduce(): the gradients are those of this rank's units only")
 
