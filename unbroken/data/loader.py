@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from unbroken.core.ports import environment
 from unbroken.data.foreign import FIX, IndexedLoader, StatefulLoader, plain_batches
 from unbroken.data.mixed import Mixed, as_parts, check_dataset, unkeyed
-from unbroken.data.source import Grade, Keyed, SampleKey, Source, Unit, UnitDataset, UnitIndex, UnitStream, loader_settings
+from unbroken.data.source import Grade, IndexedUnits, Keyed, SampleKey, Source, Unit, UnitDataset, UnitIndex, loader_settings
 from unbroken.order import units as order_units
 from unbroken.order.ledger import describe, lists
 from unbroken.order.streams import sample_seed, stream_seed
@@ -154,18 +154,17 @@ class Batches:
         return self.dataset.origin(int(sample_id)) if isinstance(self.dataset, Mixed) else ("", int(sample_id))
 
 
-class OrderedSource:
+class OrderedSource(IndexedUnits):
     """This rank's units of a run whose order is ours."""
 
     def __init__(self, kind: str, dataset: UnitDataset, sampler: Sampler, settings: Mapping[str, Any], unit_size: int | None) -> None:
         self.kind = kind
         self.grade: Grade = "exact" if dataset.keyed else "order-only"
+        super().__init__(dataset, settings)
         self._sampler = sampler
         self._unit_size = unit_size
-        self._stream = UnitStream(dataset, settings)
         self._order = sampler._order(1)
         self._block = range(0)
-        self._step = 1
 
     def facts(self) -> dict[str, Any]:
         facts = describe(self.kind, self._order)
@@ -193,26 +192,11 @@ class OrderedSource:
         self._order = self._sampler._order(units)
         self._block = block
 
-    def seek(self, step: int) -> None:
-        if step < 1:
-            raise ValueError(f"steps count from 1, not {step}")
-        self._stream.close()
-        self._step = step
-
     def units(self) -> Iterator[Unit]:
         if not self._block:
             return iter(())
         indices = _indices(self._sampler, self._order, self._block, self._step)
         return self._stream.open(indices, stream_seed(self._order.seed, self._step, self._block.start, "workers"))
-
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def load_state(self, state: Mapping[str, Any], step: int) -> None:
-        self.seek(step + 1)
-
-    def close(self) -> None:
-        self._stream.close()
 
 
 def _indices(sampler: Sampler, order: SampleOrder, block: range, first_step: int) -> Iterator[UnitIndex]:
@@ -227,19 +211,10 @@ def _indices(sampler: Sampler, order: SampleOrder, block: range, first_step: int
             yield UnitIndex(step, unit, keys)
 
 
-def as_source(
-    data: Any,
-    *,
-    units: int | None = None,
-    rank: int | None = None,
-    world_size: int | None = None,
-    epochs: int | None = None,
-    seed: int | None = None,
-) -> Source:
+def as_source(data: Any, *, units: int | None = None, rank: int | None = None, world_size: int | None = None) -> Source:
     """What a run iterates, from what the user gave as `data=`; TypeError or ValueError with the remedy for what cannot continue exactly.
 
-    `units`, `epochs` and `seed` are for foreign loaders: batches per step over all ranks (required), passes over the data (None: endless)
-    and the seed of augmentation (None: the sampler's). `rank` and `world_size` default to the launcher's.
+    `units`: batches per step over all ranks, which foreign loaders require. `rank` and `world_size` default to the launcher's.
     """
     rank = int(environment("RANK", "0")) if rank is None else rank
     world_size = int(environment("WORLD_SIZE", "1")) if world_size is None else world_size
@@ -256,14 +231,14 @@ def as_source(
         if isinstance(sampler, Sampler):
             return _with_sampler(data, sampler)
     if hasattr(data, "state_dict") and hasattr(data, "load_state_dict") and hasattr(data, "__iter__"):
-        return StatefulLoader(data, units=units, rank=rank, world_size=world_size, epochs=epochs)
+        return StatefulLoader(data, units=units, rank=rank, world_size=world_size)
     if isinstance(data, DataLoader):
         if isinstance(data.dataset, IterableDataset):
             raise TypeError(
                 f"{type(data.dataset).__name__} is an IterableDataset, which cannot be asked for its position: "
                 f"give a loader with state_dict and load_state_dict (torchdata's StatefulDataLoader), or make it map-style and {FIX}"
             )
-        return IndexedLoader(data, units=units, rank=rank, world_size=world_size, epochs=epochs, seed=seed)
+        return IndexedLoader(data, units=units, rank=rank, world_size=world_size)
     if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
         raise TypeError(f"data= got a data set ({type(data).__name__}), not a loader: {FIX}")
     raise TypeError(f"data= got {type(data).__name__}, which has no position that could be restored (no state_dict): {FIX}")

@@ -195,7 +195,7 @@ class UnitDataset(Dataset[Loaded]):
             raise
 
 
-class _WorkerStart:
+class WorkerStart:
     """Runs first in each worker process: it ends with its trainer, and only when its trainer says so."""
 
     def __init__(self, first: Callable[[int], None] | None) -> None:
@@ -225,7 +225,7 @@ class UnitStream:
     def open(self, indices: Iterable[UnitIndex], seed: int) -> Iterator[Unit]:
         """Start over with these indices; the iterator of an earlier `open` ends. `seed` is for workers' streams outside samples."""
         self.close()
-        settings = self._settings | {"worker_init_fn": _WorkerStart(self._settings.get("worker_init_fn"))}
+        settings = self._settings | {"worker_init_fn": WorkerStart(self._settings.get("worker_init_fn"))}
         generator = torch.Generator()
         generator.manual_seed(seed)
         loader: DataLoader[Loaded] = DataLoader(
@@ -251,6 +251,29 @@ class UnitStream:
         shutdown = getattr(iterator, "_shutdown_workers", None)
         if shutdown is not None:
             shutdown()
+
+
+class IndexedUnits:
+    """The half of a Source that looks its units up: the step says where it stands, so that it has no state of its own."""
+
+    def __init__(self, dataset: UnitDataset, settings: Mapping[str, Any]) -> None:
+        self._stream = UnitStream(dataset, settings)
+        self._step = 1
+
+    def seek(self, step: int) -> None:
+        if step < 1:
+            raise ValueError(f"steps count from 1, not {step}")
+        self._stream.close()
+        self._step = step
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def load_state(self, state: Mapping[str, Any], step: int) -> None:
+        self.seek(step + 1)
+
+    def close(self) -> None:
+        self._stream.close()
 
 
 def _as_it_is(loaded: Any) -> Any:
