@@ -135,10 +135,10 @@ def own_loop(directory: Path, steps: int, *, inside: bool, **options: Any) -> li
     return losses
 
 
-@pytest.mark.parametrize("inside", [False, True])
-def test_I13_one_pass_by_hand_is_what_run_step_does(tmp_path: Path, inside: bool) -> None:
-    whole = train(tmp_path / "whole", 5)
-    assert own_loop(tmp_path / "run", 2, inside=inside) + own_loop(tmp_path / "run", 5, inside=inside) == whole
+@pytest.mark.parametrize(("inside", "options"), [(False, {}), (True, {}), (True, {"reduce": "ring", "units": 1})])
+def test_I13_one_pass_by_hand_is_what_run_step_does(tmp_path: Path, inside: bool, options: dict[str, Any]) -> None:
+    whole = train(tmp_path / "whole", 5, **options)
+    assert own_loop(tmp_path / "run", 2, inside=inside, **options) + own_loop(tmp_path / "run", 5, inside=inside, **options) == whole
     require_exact(tmp_path / "run", tmp_path / "whole")
 
 

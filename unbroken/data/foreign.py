@@ -25,6 +25,7 @@ from unbroken.data.source import (
     UnitDataset,
     UnitIndex,
     WorkerStart,
+    end_workers,
     kept_streams,
     loader_settings,
     seed_streams,
@@ -296,8 +297,12 @@ class StatefulLoader(_Share):
         self._turn += 1
 
     def close(self) -> None:
+        """End the workers now. torchdata's loader holds its pass until an empty state is loaded."""
         self._turn += 1
-        self._iterator = None
+        iterator, self._iterator = self._iterator, None
+        if isinstance(self._loader, DataLoader):
+            end_workers(iterator)
+            self._loader.load_state_dict({})  # type: ignore[attr-defined]
 
 
 def _set(owner: Any, values: Mapping[str, Any]) -> None:

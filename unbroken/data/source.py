@@ -248,9 +248,7 @@ class UnitStream:
     def close(self) -> None:
         """End the workers now instead of whenever the last reference goes."""
         iterator, self._iterator = self._iterator, None
-        shutdown = getattr(iterator, "_shutdown_workers", None)
-        if shutdown is not None:
-            shutdown()
+        end_workers(iterator)
 
 
 class IndexedUnits:
@@ -274,6 +272,13 @@ class IndexedUnits:
 
     def close(self) -> None:
         self._stream.close()
+
+
+def end_workers(iterator: Any) -> None:
+    """End the workers of a DataLoader's iterator, if it has any."""
+    shutdown = getattr(iterator, "_shutdown_workers", None)
+    if shutdown is not None:
+        shutdown()
 
 
 def _as_it_is(loaded: Any) -> Any:
