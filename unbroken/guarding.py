@@ -46,6 +46,7 @@ class Guard:
         self.rules = rules
         self.gave_up = False
         self._back: Back | None = None
+        self._doubt = False
         self._careful_until = 0
         self._planned: list[Window] = []
         self._num_back = 0
@@ -81,14 +82,8 @@ class Guard:
     def judge(self, reduced: Reduced) -> tuple[Action, str]:
         """What becomes of the coming step, and why. GaveUp where the rules say so; ExchangeFailed where the ranks could not agree."""
         step, rules, watch = self._counters.step + 1, self.rules, self._counters.watch
-        if rules.nan != "ignore":
-            told = [f.poisoned or (step - 1 if f.bad_norm else 0) for f in (rank.flags for rank in reduced.facts)]
-            if any(told):
-                first = min(poisoned for poisoned in told if poisoned)
-                self._plan_back(
-                    Back(step, first - 1, self._opening.link.poison or f"the gradient or the state of step {first} was not finite")
-                )
-                return "rollback", ""
+        if self._is_told(reduced):
+            return "rollback", ""
         loss = reduced.loss
         action, reason = judge(loss, watch.losses, rules)
         if loss is not None and action == "skip" and not math.isfinite(loss):  # the batch's fault, or that of the state?
@@ -107,6 +102,29 @@ class Guard:
             self._keeping.note("spike", step=step, reason=reason)
             self._say(f"step {step}: {reason}; it is applied", "spike")
         return action, reason
+
+    def reduced(self, reduced: Reduced) -> None:
+        """One pass of an update that the loop applies by itself, so that nothing can be skipped. GaveUp where the rules say so.
+
+        A loss that is not finite is a reason to look at the state when the update is done; poison that is told, to go back then.
+        """
+        loss = reduced.loss
+        if self._is_told(reduced) or self.rules.nan == "ignore" or loss is None or math.isfinite(loss):
+            return
+        if self.rules.nan == "stop":
+            self._give_up(f"step {self._counters.step + 1}: the loss is {loss}{_whose(reduced)}")
+        self._doubt = True
+
+    def _is_told(self, reduced: Reduced) -> bool:
+        """Has a rank learned that an earlier state was poisoned? Then all plan to go back."""
+        step = self._counters.step + 1
+        told = [f.poisoned or (step - 1 if f.bad_norm else 0) for f in (rank.flags for rank in reduced.facts)]
+        if self.rules.nan == "ignore" or not any(told):
+            return False
+        first = min(poisoned for poisoned in told if poisoned)
+        reason = self._opening.link.poison or f"the gradient or the state of step {first} was not finite"
+        self._plan_back(Back(step, first - 1, reason))
+        return True
 
     def committed(self, applied: Applied, action: Action) -> None:
         """The step has been committed, after `judge` had said `action`. GaveUp after too many in a row that were not applied."""
@@ -135,10 +153,12 @@ class Guard:
     def finds_poison(self, *, asked: bool, bad_norm: bool) -> bool:
         """At the boundary of the step just applied, on all ranks: look at the state where that is due, and plan to go back.
 
-        Due after each step of a careful replay and before a window is passed over; `asked`: after the last step of all, which no later
-        loss would tell of, and where the loop waits for a checkpoint.
+        Due after each step of a careful replay, before a window is passed over, and where an update of the loop's own had a bad loss;
+        `asked`: after the last step of all, which no later loss would tell of, and where the loop waits for a checkpoint.
         """
-        step = self._counters.step
+        if self._back is not None:  # told within an update of the loop's own
+            return True
+        step, asked, self._doubt = self._counters.step, asked or self._doubt, False
         is_careful = 0 < step <= self._careful_until
         is_before_window = bool(self.passes_over(step + 1)) and not self.passes_over(step)
         if self.rules.nan == "ignore" or not step or not (is_careful or is_before_window or asked):
@@ -218,5 +238,4 @@ def _whose(reduced: Reduced) -> str:
 
 
 def _is_bad(unit: UnitFacts) -> bool:
-    loss = from_bits(unit.loss)
-    return bool(unit.weight) and not math.isfinite(loss)
+    return bool(unit.weight and unit.loss) and not math.isfinite(from_bits(unit.loss))

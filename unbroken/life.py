@@ -29,7 +29,7 @@ from unbroken.guarding import Guard
 from unbroken.keeping import Keeping
 from unbroken.opening import Opening, device_of, refuse_metric_schedulers, refuse_sync_batch_norm
 from unbroken.recover.start import Counters
-from unbroken.stepping import Stepping
+from unbroken.updating import Updating
 
 _open_runs: WeakValueDictionary[str, Life] = WeakValueDictionary()
 
@@ -85,7 +85,7 @@ class Life:
         opening, self._counters = self._opening, counters
         self._keeping = Keeping(opening, plan, counters, self._clock)
         self._guard.enter(opening, counters, self._keeping)
-        self._stepping = Stepping(opening, counters, self._keeping, self._guard)
+        self._stepping = Updating(opening, counters, self._keeping, self._guard)
         arm_from_environment(self._exchange.rank, plan.generation, opening.phase)
         position[:] = [counters.step + 1, plan.generation]
         self._boundary_open = plan.source == "fresh"

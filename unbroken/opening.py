@@ -26,7 +26,7 @@ from unbroken.core.records import MAIN_LINEAGE
 from unbroken.data.loader import Source
 from unbroken.doctor.needs import Needs
 from unbroken.doctor.room import Room, look_around
-from unbroken.order.ledger import check_same
+from unbroken.order.ledger import SKIPS, check_same
 from unbroken.recover.attempts import attempt, tell_launcher
 from unbroken.recover.link import Link
 from unbroken.recover.once import Once, check_key
@@ -321,6 +321,7 @@ class Opening:
             "/model/structure": (self.stack.structure(), "compared", "logical", "framework"),
             "/environment": (environment_facts, "compared", "rank", "hardware"),
             "/options": (plan.options, "recorded", "logical", "scheduling"),
+            **({SKIPS: (self.source.recorded(), "recorded", "logical", "scheduling")} if self.source.recorded() else {}),
             "/hardware": (facts.hardware(self.device), "recorded", "rank", "hardware"),
             "/topology": (topology, "recorded", "rank", "scheduling"),
             "/layout": (layout, "recorded", "logical", "scheduling"),

@@ -29,6 +29,7 @@ from unbroken.life import Life
 from unbroken.shm.pulse import Phase
 from unbroken.step.micro import Batch
 from unbroken.store.tiers.disk import local_path
+from unbroken.updating import OwnUpdate
 
 __all__ = ["EnvironmentChanged", "Run", "SaveWarning", "StepLost"]
 
@@ -137,7 +138,7 @@ class Run(Life):
             raise RuntimeError(f"another Run in this process has opened {self._directory} since, and this one gave way to it: use that one")
         if self._closed:  # also true after the loop has ended by itself
             raise RuntimeError("this run is closed; make a new Run to go on")
-        if not self._stepping.is_whole:
+        if not (self._stepping.is_whole or self._stepping.is_own):
             raise RuntimeError("a step was left half-way by an error, so this state is not whole; make a new Run, which goes back")
 
     def _require_unchanged(self) -> None:
@@ -171,6 +172,20 @@ class Run(Life):
         self.loss = applied.loss
         self._boundary_open = True
         return True
+
+    @contextmanager
+    def update(self) -> Iterator[OwnUpdate]:
+        """In place of `step`, for optimizers that the loop steps itself, at other times or several times: see `unbroken.updating`.
+
+        The block is one update: applied when it ends, lost (back to a snapshot) when it is left by an error. In it you unscale, clip and
+        call the `step` of optimizers, schedulers and scaler; `loss` is afterwards that of the last pass.
+        """
+        self._require_open()
+        with self._stepping.update(lambda: self._stop.requested) as update:
+            yield update
+        with self._interrupt.waiting(after_success=True):  # until the boundary
+            self.loss = self._stepping.close_update(self._clock.monotonic).loss
+        self._boundary_open = True
 
     @contextmanager
     def eval(self) -> Iterator[None]:

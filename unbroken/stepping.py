@@ -14,6 +14,7 @@ import torch
 from unbroken.core.errors import StepLost
 from unbroken.core.ports import failpoint, position
 from unbroken.data.cursor import Cursor
+from unbroken.data.source import Unit
 from unbroken.guarding import Guard
 from unbroken.keeping import Keeping
 from unbroken.opening import Opening
@@ -21,6 +22,7 @@ from unbroken.order.ledger import unit_digest
 from unbroken.order.units import blocks
 from unbroken.recover.start import Counters
 from unbroken.shm.pulse import Phase
+from unbroken.step.anomalies import Action
 from unbroken.step.exchange import ExchangeFailed
 from unbroken.step.micro import Batch, Micro
 from unbroken.step.reduce import Flags, RankFacts, Reduced, UnitFacts
@@ -51,8 +53,14 @@ class Stepping:
         self._was_skipped = False
         self._digest = ""
         self._outcome: bool | None = None
+        self._batch = Batch(0, self._micros)
+        self._turn = 0
+        self._reduced: Reduced | None = None
+        self._holds_units = False
+        self._held: list[Unit] = []
         self.is_inside = False
         self.is_whole = True
+        self.is_own = False
         self.told = [Flags()]
 
     @property
@@ -80,12 +88,12 @@ class Stepping:
         """The next step's units, or once more those of a step that was refused."""
         self._enter()
         self._pulse.mark(Phase.UNIT, self._cursor.block.start)
-        return Batch(self._counters.step + 1, self._micros)
+        return self._batch
 
     def end(self) -> None:
         """The loop asks for the next batch. RuntimeError when it has not called run.step()."""
         if self.is_inside and self._outcome is None:
-            raise RuntimeError("the loop asked for the next batch without run.step(); call it once per batch")
+            raise RuntimeError("the loop asked for the next batch without run.step() or run.update(); one of them belongs to each batch")
 
     def give_up(self) -> None:
         """Return to the last boundary: buffers, gradients, extras, the rank's own streams, the place in the data."""
@@ -93,6 +101,7 @@ class Stepping:
         if self.is_inside:
             self.is_inside, self._outcome = False, None
             self.is_whole = self.is_whole and not self._undo.changed()
+            self._start_over()
             self._put_back()
             self._cursor.repeat(self._counters.step + 1)
         elif self._cursor.is_broken:
@@ -103,10 +112,10 @@ class Stepping:
         self._streams.leave()
         if self._outcome is not None:
             raise RuntimeError("run.step() was called twice for one batch")
+        if self.is_own:
+            raise RuntimeError("run.step() inside run.update(): call update.reduce() and your optimizers' step() there")
         check_clip(clip_grad_norm)
-        done, due = len(self._update.collected), len(self._cursor.block)
-        if done != due:
-            raise RuntimeError(f"run.step() after {done} of {due} units: iterate over the whole batch")
+        self._require_all_units("run.step()")
         failpoint("step.reduce")
         try:
             reduced = self._update.reduce(self._keeping.flags(stop), lambda: self._pulse.mark(Phase.COLLECTIVE))
@@ -126,13 +135,7 @@ class Stepping:
         self.is_whole = False
         checks = {"check_norm": self._guard.checks_norm, "careful": self._guard.is_careful()}
         applied = self._update.apply(reduced, clip_grad_norm, skip=reason if action == "skip" else "", **checks)
-        self._outcome, self.is_inside = True, False
-        self._commit(applied, reduced, now_s())
-        self.is_whole = True
-        self._pulse.done()
-        failpoint("step.applied")
-        self._guard.committed(applied, action)
-        return applied
+        return self._done(applied, reduced, action, now_s)
 
     def pass_over(self, stop: bool, now_s: Callable[[], float]) -> bool:
         """Commit the coming step as skipped, without computing it, where a rule says so; its data are read, so that they are proven.
@@ -148,7 +151,7 @@ class Stepping:
         units = []
         for number in self._cursor.block:
             unit = self._cursor.take(step, number)
-            units.append(UnitFacts(unit.unit, unit_digest(unit.ids), unit.weight, "", ""))
+            units.append(UnitFacts(unit.unit, unit_digest(unit.ids), unit.weight, "", "", samples=unit.weight))
         told = RankFacts(units=tuple(units), flags=self._keeping.flags(stop))
         try:
             facts = self._exchange.share(told, RankFacts)
@@ -180,34 +183,55 @@ class Stepping:
         self._update.close()
 
     def _micros(self) -> Iterator[Micro]:
-        step = self._counters.step + 1
+        step, turn = self._counters.step + 1, self._turn
+        if turn:
+            self._update.own("with a closure")
         for number in self._cursor.block:
             self._pulse.mark(Phase.DATA, number)
-            unit = self._cursor.take(step, number)
+            unit = self._take(step, number)
             self._pulse.mark(Phase.UNIT, number)
             self._digest = digest = unit_digest(unit.ids)
             if unit.weight == 0:
                 self._update.finish_unit(number, digest, 0, None)
                 continue
             self._update.start_unit()
-            self._streams.enter(step, number)
+            self._streams.enter(step, number, turn)
             position[0] = step
             failpoint("step.forward")
             micro = Micro(unit, self._backward)
             yield micro
             self._streams.leave()
-            if not micro.done and self._is_ring:
-                self._update.finish_unit(number, digest, unit.weight, None)
+            if not micro.done and (self._is_ring or not micro.weight):
+                self._update.finish_unit(number, digest, micro.weight, None, unit.weight)
             elif not micro.done:
                 raise RuntimeError(
                     f"unit {number} of step {step} ended without micro.backward(loss): call it, not loss.backward(), once for each micro, "
                     "before the next one is taken"
                 )
 
-    def _backward(self, micro: Micro, loss: torch.Tensor) -> None:
+    def _take(self, step: int, number: int) -> Unit:
+        """A unit of the step. From the second pass of a step on they are held for the next; the first time they are loaded again."""
+        block = self._cursor.block
+        if self._turn and number == block.start and len(self._held) != len(block):
+            self._holds_units = True
+            self._held.clear()
+            self._cursor.repeat(step)
+        if len(self._held) == len(block):
+            return self._held[number - block.start]
+        unit = self._cursor.take(step, number)
+        if self._holds_units:
+            self._held.append(unit)
+        return unit
+
+    def _backward(self, micro: Micro, loss: torch.Tensor | None) -> None:
         failpoint("step.backward")
-        self._update.backward(loss, micro.weight, micro.unit if micro.unit == self._cursor.block[-1] else None)
-        self._update.finish_unit(micro.unit, self._digest, micro.weight, loss)
+        samples = len(micro.ids)
+        if micro.weight and loss is not None:
+            last_unit = micro.unit if micro.unit == self._cursor.block[-1] else None
+            self._update.backward(loss, micro.weight, samples, last_unit=last_unit)
+        elif micro.weight:
+            self._update.take_over(micro.weight, samples)
+        self._update.finish_unit(micro.unit, self._digest, micro.weight, loss, samples)
 
     def _enter(self) -> None:
         if self._outcome is not False:
@@ -215,6 +239,26 @@ class Stepping:
             self._update.begin()
         self._outcome = None
         self.is_inside = True
+        self._start_over()
+
+    def _start_over(self) -> None:
+        self.is_own, self._turn, self._reduced = False, 0, None
+        self._held.clear()
+        self._batch = Batch(self._counters.step + 1, self._micros)
+
+    def _require_all_units(self, what: str) -> None:
+        done, due = len(self._update.collected), len(self._cursor.block)
+        if done != due or (self.is_own and not self._batch.begun):
+            raise RuntimeError(f"{what} after {done} of {due} units: iterate over the whole batch")
+
+    def _done(self, applied: Applied, reduced: Reduced, action: Action, now_s: Callable[[], float]) -> Applied:
+        self._outcome, self.is_inside, self.is_own = True, False, False
+        self._commit(applied, reduced, now_s())
+        self.is_whole = True
+        self._pulse.done()
+        failpoint("step.applied")
+        self._guard.committed(applied, action)
+        return applied
 
     def _commit(self, applied: Applied, reduced: Reduced, now_s: float) -> None:
         self.told = [rank.flags for rank in reduced.facts]

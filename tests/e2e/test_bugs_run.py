@@ -241,21 +241,37 @@ def streams(tmp_path: Path, name: str, steps: int, ranks: int, how: str = "plain
     return [json.loads(out.splitlines()[-1]) for out in outs]
 
 
-def test_B24_a_b_each_rank_continues_its_own_streams(tmp_path: Path) -> None:
-    whole = streams(tmp_path, "whole", 2, 2)
+@pytest.fixture(scope="module")
+def whole_streams(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """What two ranks draw in two uninterrupted steps."""
+    return streams(tmp_path_factory.mktemp("streams"), "whole", 2, 2)
+
+
+def test_B24_a_b_each_rank_continues_its_own_streams(tmp_path: Path, whole_streams: list[Any]) -> None:
     streams(tmp_path, "parts", 1, 2)
     second = streams(tmp_path, "parts", 2, 2, "disturbed")
     for rank in range(2):
-        assert second[rank][-1] == whole[rank][-1], "(a) the streams, (b) even if warm-up and seed() came in between"
+        assert second[rank][-1] == whole_streams[rank][-1], "(a) the streams, (b) even if warm-up and seed() came in between"
     assert second[0][-1] != second[1][-1]
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_B24_d_other_numbers_of_ranks(tmp_path: Path, ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "rule"),
+    [
+        (1, "random streams of ranks 1..1 of the checkpoint are not continued: there are fewer ranks now"),
+        (3, "ranks beyond the 2 of the checkpoint start random streams of their own"),
+    ],
+)
+def test_B24_d_other_numbers_of_ranks(tmp_path: Path, whole_streams: list[Any], ranks: int, rule: str) -> None:
+    """Ranks that are known continue, others have streams of their own, and the rule is said."""
     streams(tmp_path, "run", 1, 2)
-    found = streams(tmp_path, "run", 2, ranks)
-    draws = [json.dumps(out[-1]) for out in found]
-    assert len(set(draws)) == ranks, "every rank has a stream of its own"
+    script = tmp_path / "streams.py"
+    script.write_text(script.read_text().replace("import unbroken", "import unbroken\nsys.stderr = sys.stdout", 1))
+    outs = run_ranks([str(script), str(tmp_path / "run"), "2", "plain"], ranks)
+    draws = [json.loads(out.splitlines()[-1])[-1] for out in outs]
+    assert draws[:2] == [whole_streams[rank][-1] for rank in range(min(ranks, 2))]
+    assert len({json.dumps(draw) for draw in draws}) == ranks, "every rank has a stream of its own"
+    assert rule in outs[0]
 
 
 # -- B12 -----------------------------------------------------------------------------------------------------------------------

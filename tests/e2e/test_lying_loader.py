@@ -52,7 +52,7 @@ def lying_run(directory: Path, bend: str, how: str, share: int = GLOBAL_BATCH) -
         data: object = DataLoader(unbroken.keyed(dataset), batch_size=GLOBAL_BATCH // UNITS, sampler=sampler)
     else:
         data = unbroken.Batches(dataset, global_batch=GLOBAL_BATCH, seed=DATA_SEED)
-        data.sampler = sampler
+        data._sampler = sampler
     train(directory, STEPS, data=data, units=UNITS)
 
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import unbroken
 from tests.rigs.ranks import run_ranks
@@ -26,10 +27,12 @@ from tests.rigs.torture_runs import ROOT
 from unbroken.store.repository import Repository
 from unbroken.store.tiers.disk import DiskTier
 
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # in torchdata's own constructor
 RANKS = 3
 STEPS = 6
 CUT = 3
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+FOREIGN = ("distributed", "stateful", "torchdata0", "torchdata2")
 KILL = [{"at": "step.reduce", "step": 4, "rank": 1, "generation": 0, "action": "kill"}]
 
 
@@ -200,6 +203,13 @@ def loader(kind: str) -> Any:
         return DataLoader(samples(), batch_size=2, sampler=DistributedSampler(samples(), world_size, rank, seed=7))
     if kind == "stateful":
         return Shards(rank, world_size)
+    if kind.startswith("torchdata"):
+        random.seed(rank)  # what a loader draws in this process is the rank's own, which a Run continues
+        np.random.seed(rank)
+        num_workers = int(kind.removeprefix("torchdata"))
+        dataset: Any = samples() if num_workers else Noisy()
+        order: Any = DistributedSampler(dataset, world_size, rank, seed=7)
+        return StatefulDataLoader(dataset, batch_size=2, sampler=order, num_workers=num_workers, snapshot_every_n_steps=3)
     dataset = Noisy()
     order = unbroken.Sampler(dataset, global_batch=2 * RANKS, seed=7)
     return DataLoader(unbroken.keyed(dataset), batch_size=2, sampler=order)
@@ -207,7 +217,7 @@ def loader(kind: str) -> Any:
 
 def loaders_job(folder: Path) -> None:
     """One rank: each kind of loader in one go, and stopped after three steps; two kinds also go on."""
-    for kind in ("distributed", "stateful", "keyed"):
+    for kind in (*FOREIGN, "keyed"):
         train(folder / kind / "whole", STEPS, data=loader(kind), units=RANKS)
         train(folder / kind / "parts", CUT, data=loader(kind), units=RANKS)
         if kind != "keyed":
@@ -221,7 +231,7 @@ def loaders_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kind", ["distributed", "stateful"])
+@pytest.mark.parametrize("kind", FOREIGN)
 def test_B31_a_loader_with_its_own_order_goes_on_exactly_at_equal_world_size(loaders_folder: Path, kind: str) -> None:
     parts, whole = loaders_folder / kind / "parts", loaders_folder / kind / "whole"
     assert root_of(parts) == root_of(whole)
@@ -231,7 +241,32 @@ def test_B31_a_loader_with_its_own_order_goes_on_exactly_at_equal_world_size(loa
     assert options_of(parts)["grade"] == "equal-world-size"
 
 
-@pytest.mark.parametrize("kind", ["distributed", "stateful"])
+def killed_job(folder: Path) -> None:
+    """One rank of a job with torchdata's loader and two workers; rank 1 is killed in step 4."""
+    train(folder / "killed", STEPS, data=loader("torchdata2"), units=RANKS)
+
+
+def test_B28_torchdatas_loader_and_its_workers_go_on_exactly_after_a_kill(loaders_folder: Path, tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "unbroken",
+        "run",
+        "--json",
+        "--nproc-per-node",
+        str(RANKS),
+        script(tmp_path, "killed_job"),
+        str(tmp_path),
+    ]
+    environment = os.environ | ENVIRONMENT | {"UNBROKEN_FAULTS": json.dumps(KILL)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["restarts"] == 1
+    certificate = unbroken.open(tmp_path / "killed").certify(loaders_folder / "torchdata2" / "whole")
+    assert (certificate.grade, certificate.generations) == ("exact", 2), certificate.problems
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
 def test_B31_a_loader_with_its_own_order_is_refused_at_another_world_size(loaders_folder: Path, kind: str) -> None:
     words = r"world_size: the run was born with 3, now it is 1\n.*continues only at world size 3.*unbroken\.Batches"
     with pytest.raises(unbroken.LayoutMismatch, match=words) as caught:
@@ -257,7 +292,7 @@ def test_augmentation_that_is_not_keyed_is_graded_by_its_order_only(tmp_path: Pa
     assert options_of(tmp_path / "run")["grade"] == "order-only"
 
 
-@pytest.mark.parametrize("kind", ["distributed", "stateful"])
+@pytest.mark.parametrize("kind", FOREIGN)
 def test_B31_the_same_in_one_process(tmp_path: Path, kind: str) -> None:
     whole = train(tmp_path / "whole", STEPS, data=loader(kind))
     assert train(tmp_path / "parts", 2, data=loader(kind)) + train(tmp_path / "parts", STEPS, data=loader(kind)) == whole

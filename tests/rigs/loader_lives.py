@@ -14,8 +14,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, get_worker_info
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, get_worker_info
+from torchdata.stateful_dataloader import StatefulDataLoader
 
+from tests.rigs.step_rank import raw
+from unbroken.capture.tree import flatten, rebuild
 from unbroken.data.loader import Batches, Sampler, Source, Unit, as_source, keyed
 from unbroken.order.units import blocks
 
@@ -59,6 +62,29 @@ class Resumable:
         self.done = state["done"]
 
 
+class Lines(IterableDataset[Any]):
+    """A stream cut into stripes for its workers, each of which knows how far it has come."""
+
+    def __init__(self, num_samples: int) -> None:
+        self.num_samples, self.done = num_samples, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = get_worker_info()
+        first, step = (worker.id, worker.num_workers) if worker else (0, 1)
+        order = np.random.default_rng(7).permutation(self.num_samples)[first::step].tolist()
+        start, self.done = self.done, 0
+        for place in range(start, len(order)):
+            self.done = place + 1
+            yield order[place], random.random()
+        self.done = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"done": self.done}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.done = state["done"]
+
+
 @dataclass(frozen=True)
 class Setting:
     """Which kind of loader, over how many samples, with which workers."""
@@ -88,9 +114,20 @@ def make(setting: Setting, rank: int = 0, world_size: int = 1) -> Source:
     elif setting.kind == "distributed":
         replicas = DistributedSampler(dataset, world_size, rank, shuffle=True, seed=7)  # type: ignore[arg-type]
         data = DataLoader(dataset, batch_size=unit_size, sampler=replicas, **workers)  # type: ignore[arg-type]
+    elif setting.kind.startswith("torchdata"):
+        workers |= setting.extra
+        if setting.kind == "torchdata-unseeded":
+            workers["shuffle"] = True
+            torch.manual_seed(7)
+        if setting.kind == "torchdata":
+            workers |= {"shuffle": True, "generator": torch.Generator().manual_seed(7)}
+        elif setting.kind == "torchdata-striped":
+            workers["sampler"] = DistributedSampler(dataset, world_size, rank, shuffle=True, seed=7)  # type: ignore[arg-type]
+        streamed: Any = Lines(setting.num_samples) if setting.kind == "torchdata-stream" else dataset
+        data = StatefulDataLoader(streamed, batch_size=unit_size, **workers)
     else:
         data = Resumable(setting.num_samples, seed=7)
-    source = as_source(data, units=setting.units, rank=rank, world_size=world_size, epochs=setting.epochs)
+    source = as_source(data, units=setting.units, rank=rank, world_size=world_size)
     source.bind(units=setting.units, block=blocks(setting.units, world_size)[rank], rank=rank, world_size=world_size)
     return source
 
@@ -111,17 +148,22 @@ def live(life: Life) -> tuple[list[Any], dict[str, Any], list[int]]:
     torch.set_num_threads(1)
     source = make(life.setting)
     if life.state is not None:
-        source.load_state(life.state, life.start)
-        assert source.state() == life.state
+        source.load_state(rebuild(life.state, "/loader") if life.state else {}, life.start)
+        assert as_stored(source.state()) == life.state
     came_out, validated = [], []
     per_step = life.setting.units
     for unit in islice(source.units(), (life.stop - life.start) * per_step):
         came_out.append([unit.step, unit.unit, unit.ids.tolist(), values(unit)])
         if unit.step in life.validate_at:
             validated.append(len(list(islice(DataLoader(Augmented(50), batch_size=1, shuffle=True), 5))))  # type: ignore[arg-type]
-    state = source.state()
+    state = as_stored(source.state())
     source.close()
     return came_out, state, validated
+
+
+def as_stored(state: dict[str, Any]) -> dict[str, Any]:
+    """A loader's state as a checkpoint holds it: no object of Python's, bytes and names only."""
+    return {item.piece.pointer: (item.piece, raw(item)) for item in flatten(state, "/loader")} if state else {}
 
 
 def values(unit: Unit) -> list[Any]:

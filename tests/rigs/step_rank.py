@@ -44,7 +44,7 @@ def run_units(update: Update, loss_of: Loss, units: range, weights: Mapping[int,
             continue
         update.start_unit()
         loss = loss_of(unit)
-        update.backward(loss, weight, unit if unit == units[-1] else None)
+        update.backward(loss, weight, last_unit=unit if unit == units[-1] else None)
         update.finish_unit(unit, f"{unit:032x}", weight, loss)
 
 

@@ -83,7 +83,7 @@ def test_wrong_calls_inside_a_step_are_refused_and_leave_no_trace(directory: Pat
 
 def test_a_step_that_was_left_out_ends_the_loop_with_the_remedy(directory: Path) -> None:
     run = open_run(directory, total_steps=STEPS)
-    with pytest.raises(RuntimeError, match=r"without run\.step\(\); call it once per batch"):
+    with pytest.raises(RuntimeError, match=r"without run\.step\(\) or run\.update\(\); one of them"):
         for batch in run:
             for micro in batch:
                 micro.backward(loss_of(run.model, micro))

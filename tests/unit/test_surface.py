@@ -47,7 +47,8 @@ def test_every_public_name_resolves(name: str) -> None:
 
 
 def test_what_a_run_offers_is_exactly_this() -> None:
-    assert {name for name in dir(unbroken.Run) if not name.startswith("_")} == {"close", "completed", "eval", "log", "once", "save", "step"}
+    names = {"close", "completed", "eval", "log", "once", "save", "step", "update"}
+    assert {name for name in dir(unbroken.Run) if not name.startswith("_")} == names
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

@@ -42,14 +42,15 @@ class Streams:
         self._own = self._marked
         self.leave()
 
-    def enter(self, step: int, unit: int) -> None:
-        """Put the streams of unit (step, unit) in place; the rank's own are set aside."""
+    def enter(self, step: int, unit: int, turn: int = 0) -> None:
+        """Put the streams of unit (step, unit) in place, others each time that the step's units come; the rank's own are set aside."""
         if self._own is None:
             self._own = self._raw()
-        random.seed(stream_seed(self.seed, step, unit, "python"))
-        word = stream_seed(self.seed, step, unit, "numpy")
+        name = f"/{turn}" if turn else ""
+        random.seed(stream_seed(self.seed, step, unit, f"python{name}"))
+        word = stream_seed(self.seed, step, unit, f"numpy{name}")
         np.random.seed([word & 0xFFFFFFFF, word >> 32])
-        seed_torch(stream_seed(self.seed, step, unit, "torch"), self.device)
+        seed_torch(stream_seed(self.seed, step, unit, f"torch{name}"), self.device)
 
     def leave(self) -> None:
         """The rank's own streams return."""

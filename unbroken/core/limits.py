@@ -77,6 +77,18 @@ MAX_THREADS = 1024
 MAX_GLOBAL_BATCH = 1 << 24
 """Samples of a step: 128 MB of ids, far above any batch that still trains."""
 
+MAX_SKIPPED = 1 << 24
+"""Samples of one data set that a run may skip: 128 MB for the list and as much for its places; beyond, a subset is the better tool."""
+
+MAX_DATASETS = 256
+"""Data sets in one mixture: all of them stand in the birth facts, which travel as one message."""
+
+MAX_SHARES = 1 << 30
+"""Sum of a mixture's whole-numbered weights: products with the samples of a step stay inside int64."""
+
+MAX_WEIGHT = 1 << 32
+"""Weight of one unit, in tokens."""
+
 MAX_EPOCHS_PER_STEP = 1024
 """How often one step may read the whole data set: each epoch costs a permutation, and stored facts must not make us spin."""
 

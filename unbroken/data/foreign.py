@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from itertools import count, islice
 from typing import Any
 
@@ -15,7 +16,20 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
-from unbroken.data.source import Grade, Keyed, SampleKey, Unit, UnitDataset, UnitIndex, UnitStream, loader_settings
+from unbroken.data.mixed import unkeyed
+from unbroken.data.source import (
+    Grade,
+    IndexedUnits,
+    SampleKey,
+    Unit,
+    UnitDataset,
+    UnitIndex,
+    WorkerStart,
+    end_workers,
+    kept_streams,
+    loader_settings,
+    seed_streams,
+)
 from unbroken.order.streams import MAX_SEED, sample_seed, stream_seed
 
 FIX = (
@@ -43,18 +57,22 @@ def plain_batches(loader: DataLoader[Any]) -> BatchSampler:
 
 
 class _Share:
-    """This rank's share of a loader of which each `next()` is one unit."""
+    """This rank's share of a loader of which each `next()` is one unit, pass after pass without end."""
 
     grade: Grade = "equal-world-size"
 
-    def __init__(self, units: int | None, rank: int, world_size: int, epochs: int | None) -> None:
-        if epochs is not None and epochs < 1:
-            raise ValueError(f"epochs must be at least 1, not {epochs}")
+    def __init__(self, units: int | None, rank: int, world_size: int) -> None:
         self.units_given = units
         self.rank = rank
         self.world_size = world_size
-        self.epochs = epochs
         self.block = range(0)
+
+    def recorded(self) -> dict[str, Any]:
+        return {}
+
+    def num_steps(self) -> int | None:
+        """Endless, or only the loader knows when it ends."""
+        return None
 
     def default_units(self, world_size: int) -> int:
         """The number the user gave: nothing else says how many batches of a foreign loader make a step."""
@@ -82,7 +100,7 @@ class _Share:
 class _TorchOrder:
     """Batch after batch of one rank, as a torch sampler orders them, from any place on; augmentation is keyed by (seed, epoch, place)."""
 
-    def __init__(self, batches: BatchSampler, rank: int, world_size: int, epochs: int | None, seed: int | None) -> None:
+    def __init__(self, batches: BatchSampler, rank: int, world_size: int) -> None:
         self.sampler: Any = batches.sampler
         self.batches = batches
         self.per_epoch = len(self.batches)
@@ -90,8 +108,7 @@ class _TorchOrder:
             raise ValueError("the DataLoader has no batch: the data set is empty, or smaller than one batch with drop_last=True")
         self.rank = rank
         self.world_size = world_size
-        self.epochs = epochs
-        self.seed = (seed if seed is not None else getattr(self.sampler, "seed", 0)) & MAX_SEED
+        self.seed = getattr(self.sampler, "seed", 0) & MAX_SEED
 
     def facts(self) -> dict[str, Any]:
         return {
@@ -102,24 +119,19 @@ class _TorchOrder:
             "shuffle": getattr(self.sampler, "shuffle", False),
             "sampler_seed": getattr(self.sampler, "seed", 0),
             "seed": self.seed,
-            "epochs": self.epochs,
             "world_size": self.world_size,
         }
 
     def indices(self, block: range, first_step: int) -> Iterator[UnitIndex]:
-        """One batch per unit of the block and step; the units of a last step for which no batch is left are empty."""
+        """One batch per unit of the block and step."""
         batches = self._keys(*divmod((first_step - 1) * len(block), self.per_epoch))
         for step in count(first_step):
-            share = list(islice(batches, len(block)))
-            if not share:
-                return
-            share += [[]] * (len(block) - len(share))
-            for unit, keys in zip(block, share, strict=True):
-                yield UnitIndex(step, unit, keys)
+            for unit in block:
+                yield UnitIndex(step, unit, next(batches))
 
     def _keys(self, first_epoch: int, skip: int) -> Iterator[list[SampleKey]]:
         size = self.batches.batch_size
-        for epoch in count(first_epoch) if self.epochs is None else range(first_epoch, self.epochs):
+        for epoch in count(first_epoch):
             if isinstance(self.sampler, DistributedSampler):
                 self.sampler.set_epoch(epoch)
             for number, ids in enumerate(islice(iter(self.batches), skip, None), start=skip):
@@ -128,54 +140,29 @@ class _TorchOrder:
             skip = 0
 
 
-class IndexedLoader(_Share):
+class IndexedLoader(_Share, IndexedUnits):
     """A DataLoader over a DistributedSampler or SequentialSampler. Its order is derived anew per epoch; whole batches are skipped
     by index, none is loaded in vain."""
 
-    def __init__(
-        self, loader: DataLoader[Any], *, units: int | None, rank: int, world_size: int, epochs: int | None, seed: int | None
-    ) -> None:
-        super().__init__(units, rank, world_size, epochs)
+    def __init__(self, loader: DataLoader[Any], *, units: int | None, rank: int, world_size: int) -> None:
+        _Share.__init__(self, units, rank, world_size)
         batches = plain_batches(loader)
         _check_sampler(batches.sampler, rank, world_size)
-        self._order = _TorchOrder(batches, rank, world_size, epochs, seed)
-        dataset: Any = loader.dataset.dataset if isinstance(loader.dataset, Keyed) else loader.dataset
+        self._order = _TorchOrder(batches, rank, world_size)
+        dataset: Any = unkeyed(loader.dataset)
         self._num_samples = len(dataset)
-        self._stream = UnitStream(UnitDataset(dataset, loader.collate_fn, keyed=True), loader_settings(loader))
-        self._step = 1
+        IndexedUnits.__init__(self, UnitDataset(dataset, loader.collate_fn, keyed=True), loader_settings(loader))
 
     def facts(self) -> dict[str, Any]:
         return {"kind": "foreign", "ids": "sampler", "num_samples": self._num_samples} | self._order.facts()
 
-    def num_steps(self) -> int | None:
-        """Steps until `epochs` are read; None when endless."""
-        return None if self.epochs is None else -(-self.epochs * self._order.per_epoch // self._per_step())
-
     def position(self, step: int) -> tuple[int, int]:
         """(epoch, batch in it) of this rank's first unit of `step`."""
-        return divmod((step - 1) * self._per_step(), self._order.per_epoch)
-
-    def seek(self, step: int) -> None:
-        if step < 1:
-            raise ValueError(f"steps count from 1, not {step}")
-        self._stream.close()
-        self._step = step
+        return divmod((step - 1) * (self.default_units(self.world_size) // self.world_size), self._order.per_epoch)
 
     def units(self) -> Iterator[Unit]:
         order = self._order
         return self._stream.open(order.indices(self.block, self._step), stream_seed(order.seed, self._step, self.rank, "workers"))
-
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def load_state(self, state: Mapping[str, Any], step: int) -> None:
-        self.seek(step + 1)
-
-    def close(self) -> None:
-        self._stream.close()
-
-    def _per_step(self) -> int:
-        return self.default_units(self.world_size) // self.world_size
 
 
 def _check_sampler(sampler: Any, rank: int, world_size: int) -> None:
@@ -199,11 +186,12 @@ class StatefulLoader(_Share):
     """An object with `__iter__`, `state_dict` and `load_state_dict`, e.g. torchdata's StatefulDataLoader.
 
     Its own word is taken for its position; the ids of its samples are unknown, so they are counted instead. The units of the current
-    step are held, so that a refused step can be repeated. Cost: one state_dict() per step.
+    step are held, so that a refused step can be repeated. Beginning a pass draws nothing from the process's streams: a start in mid-pass
+    begins one too many. Cost: one state_dict() per step.
     """
 
-    def __init__(self, loader: Any, *, units: int | None, rank: int, world_size: int, epochs: int | None) -> None:
-        super().__init__(units, rank, world_size, epochs)
+    def __init__(self, loader: Any, *, units: int | None, rank: int, world_size: int) -> None:
+        super().__init__(units, rank, world_size)
         self._loader = loader
         self._iterator: Iterator[Any] | None = None
         self._step = 1
@@ -216,17 +204,7 @@ class StatefulLoader(_Share):
         self._samples = 0
 
     def facts(self) -> dict[str, Any]:
-        return {
-            "kind": "foreign",
-            "loader": type(self._loader).__name__,
-            "epochs": self.epochs,
-            "world_size": self.world_size,
-            "ids": "unknown",
-        }
-
-    def num_steps(self) -> int | None:
-        """Unknown: only the loader knows when it ends."""
-        return None
+        return {"kind": "foreign", "loader": type(self._loader).__name__, "world_size": self.world_size, "ids": "unknown"}
 
     def seek(self, step: int) -> None:
         """Only to the current step, to repeat it, or to the one after it; further moves need `load_state`."""
@@ -247,23 +225,17 @@ class StatefulLoader(_Share):
                 if number >= len(self._held):
                     if number == 0:
                         self._boundary = copy.deepcopy(self._now())
-                    pulled = self._pull(unit)
-                    if pulled is None and number == 0:
-                        return
-                    self._held.append(pulled or Unit(self._step, unit, np.empty(0, dtype=np.int64), 0, None))
+                    self._held.append(self._pull(unit))
                 self._handed_out = number + 1
                 yield self._held[number]
                 if turn != self._turn:
                     return
             self._step, self._held = self._step + 1, []
 
-    def _pull(self, unit: int) -> Unit | None:
+    def _pull(self, unit: int) -> Unit:
         for _ in range(2):
-            if self.epochs is not None and self._epoch >= self.epochs:
-                return None
             if self._iterator is None:
-                self._set_epoch()
-                self._iterator = iter(self._loader)
+                self._iterator = self._next_pass()
             try:
                 data = next(self._iterator)
             except StopIteration:
@@ -275,20 +247,42 @@ class StatefulLoader(_Share):
             return Unit(self._step, unit, ids, weight, data)
         raise ValueError(f"{type(self._loader).__name__} gave no batch in a whole pass: it is empty, or can be iterated only once")
 
+    def _next_pass(self) -> Iterator[Any]:
+        """Workers' seeds come from (pass, place, rank), so that no two passes and no two ranks augment alike."""
+        self._set_epoch()
+        with self._aside():
+            return iter(self._loader)
+
     def _set_epoch(self) -> None:
         for owner in (self._loader, getattr(self._loader, "sampler", None)):
             set_epoch = getattr(owner, "set_epoch", None)
             if set_epoch is not None:
                 set_epoch(self._epoch)
-                return
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """Where a pass may begin. That draws a seed for workers: from the process's stream, or from a generator that torchdata lets the
+        sampler draw the next order from, too, and does not put back to where it was after that draw. And it starts the workers."""
+        loader = self._loader
+        ours = {"generator": None, "worker_init_fn": WorkerStart(loader.worker_init_fn)} if isinstance(loader, DataLoader) else {}
+        theirs = {name: getattr(loader, name) for name in ours}
+        with kept_streams():
+            seed_streams(stream_seed(self._epoch, self._batches_in_epoch, self.rank, "workers"))
+            try:
+                _set(loader, ours)
+                yield
+            finally:
+                _set(loader, theirs)
 
     def state(self) -> dict[str, Any]:
         """The loader's own state and our counters; after `seek` back to the current step those from before its units were read."""
         return self._boundary if self._held and not self._handed_out else self._now()
 
     def _now(self) -> dict[str, Any]:
+        with self._aside():  # may begin a pass
+            state = self._loader.state_dict()
         return {
-            "loader": self._loader.state_dict(),
+            "loader": state,
             "epoch": self._epoch,
             "batches_in_epoch": self._batches_in_epoch,
             "samples": self._samples,
@@ -296,14 +290,24 @@ class StatefulLoader(_Share):
 
     def load_state(self, state: Mapping[str, Any], step: int) -> None:
         self.close()
-        self._loader.load_state_dict(state["loader"])
         self._epoch, self._batches_in_epoch, self._samples = state["epoch"], state["batches_in_epoch"], state["samples"]
+        self._set_epoch()  # a loader may build its pass while its state is loaded or asked for
+        self._loader.load_state_dict(state["loader"])
         self._step, self._held, self._handed_out = step + 1, [], 0
         self._turn += 1
 
     def close(self) -> None:
+        """End the workers now. torchdata's loader holds its pass until an empty state is loaded."""
         self._turn += 1
-        self._iterator = None
+        iterator, self._iterator = self._iterator, None
+        if isinstance(self._loader, DataLoader):
+            end_workers(iterator)
+            self._loader.load_state_dict({})  # type: ignore[attr-defined]
+
+
+def _set(owner: Any, values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        setattr(owner, name, value)
 
 
 def num_samples(data: Any) -> int:

@@ -1,25 +1,26 @@
 """Data for a run: `Batches`, or a DataLoader with a `Sampler`, whose order unbroken owns; `as_source` adapts these and foreign loaders.
 
-The order is a pure function of (num_samples, global_batch, units, seed, shuffle, epochs): a resumed run looks its position up, on any
-number of ranks, with any number of workers.
+The order is a pure function of (samples, weights, skips, global_batch, units, seed, shuffle, epochs): a resumed run looks its position
+up, on any number of ranks, with any number of workers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from itertools import count, islice
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch.utils.data
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from unbroken.core.ports import environment
 from unbroken.data.foreign import FIX, IndexedLoader, StatefulLoader, plain_batches
-from unbroken.data.source import Grade, Keyed, SampleKey, Source, Unit, UnitDataset, UnitIndex, UnitStream, loader_settings
+from unbroken.data.mixed import Mixed, as_parts, check_dataset, unkeyed
+from unbroken.data.source import Grade, IndexedUnits, Keyed, SampleKey, Source, Unit, UnitDataset, UnitIndex, loader_settings
 from unbroken.order import units as order_units
-from unbroken.order.ledger import describe
+from unbroken.order.ledger import describe, lists
 from unbroken.order.streams import sample_seed, stream_seed
-from unbroken.order.units import SampleOrder, Span
+from unbroken.order.units import SampleOrder
 
 __all__ = ["Batches", "Sampler", "Source", "Unit", "as_source", "keyed"]
 
@@ -30,7 +31,7 @@ def keyed(dataset: Any) -> Any:
     For augmentation in a DataLoader with an unbroken `Sampler`; `Batches` does it by itself. Must be the DataLoader's own data set,
     not wrapped further. In the main process the streams are put back afterwards. Cost: 20 us per item, 140 us in the main process.
     """
-    _check_dataset(dataset)
+    check_dataset(dataset)
     return Keyed(dataset)
 
 
@@ -45,23 +46,31 @@ class Sampler(torch.utils.data.Sampler[int]):
     """
 
     def __init__(self, samples: Any, *, global_batch: int, seed: int = 0, shuffle: bool = True, epochs: int | None = None) -> None:
-        num_samples = samples if isinstance(samples, int) else _check_dataset(samples)
-        if num_samples == 0:
-            raise ValueError("the data set is empty: there is nothing to train on")
-        self._whole = SampleOrder(num_samples, global_batch, 1, seed=seed, shuffle=shuffle, epochs=epochs)
+        num_samples = samples if isinstance(samples, int) else check_dataset(samples)
+        self._take(SampleOrder(num_samples, global_batch, 1, seed=seed, shuffle=shuffle, epochs=epochs))
+
+    @classmethod
+    def _over(cls, whole: SampleOrder) -> Sampler:
+        """The sampler of any order, one of several data sets included."""
+        sampler = cls.__new__(cls)
+        sampler._take(whole)
+        return sampler
+
+    def _take(self, whole: SampleOrder) -> None:
+        self._whole = whole
         self._followed: tuple[SampleOrder, range, int] | None = None
         self._next_epoch = 0
 
-    def order(self, units: int) -> SampleOrder:
+    def _order(self, units: int) -> SampleOrder:
         """The whole order, cut into this many units per step."""
         whole = self._whole
-        return SampleOrder(whole.num_samples, whole.global_batch, units, seed=whole.seed, shuffle=whole.shuffle, epochs=whole.epochs)
+        return SampleOrder(whole.parts, whole.global_batch, units, seed=whole.seed, shuffle=whole.shuffle, epochs=whole.epochs)
 
     def set_epoch(self, epoch: int) -> None:
         """The next iteration outside a Run is this epoch."""
         self._next_epoch = epoch
 
-    def follow(self, order: SampleOrder, block: range, step: int) -> None:
+    def _follow(self, order: SampleOrder, block: range, step: int) -> None:
         """Let the next iteration be over a rank's units, from `step` on."""
         self._followed = (order, block, step)
 
@@ -84,18 +93,36 @@ class Sampler(torch.utils.data.Sampler[int]):
     def _epoch_keys(self, epoch: int, chunk: int = 1024) -> Iterator[int]:
         whole = self._whole
         for start in range(0, whole.num_samples, chunk):
-            ids = whole.ids([Span(epoch, start, min(start + chunk, whole.num_samples))])
-            for place, sample in enumerate(ids.tolist(), start=start):
-                yield SampleKey(sample, sample_seed(whole.seed, epoch, place))
+            first = epoch * whole.num_samples
+            positions = range(first + start, first + min(start + chunk, whole.num_samples))
+            for sample, key in zip(whole.ids(positions).tolist(), whole.keys(positions), strict=True):
+                yield SampleKey(sample, sample_seed(*key))
+
+
+class Loading(TypedDict, total=False):
+    """How `Batches` loads; each as in torch's DataLoader."""
+
+    num_workers: int
+    collate_fn: Callable[[list[Any]], Any] | None
+    pin_memory: bool
+    prefetch_factor: int | None
+    multiprocessing_context: Any
 
 
 class Batches:
-    """Batches of a map-style data set: shuffled anew each epoch, the same at any number of ranks and workers.
+    """Batches of one or several map-style data sets: shuffled anew each epoch, the same at any number of ranks and workers.
 
     `global_batch` samples make a step over all ranks; `epochs=None` never ends, otherwise the last step may be smaller. `seed` fixes
     the order and, before each `dataset[i]`, Python's, NumPy's and torch's CPU stream, in which a collation that draws goes on; loading
     leaves the process's own streams untouched. `num_workers`, `collate_fn`, `pin_memory`, `prefetch_factor` and
     `multiprocessing_context` are those of DataLoader.
+
+    A mixture: `Batches({"web": web, "code": code}, weights={"web": 0.7, "code": 0.3}, global_batch=64)`. Each data set is walked through
+    by itself, each sample once per its epoch; in any stretch of samples each has its share to within log2(number of data sets) samples,
+    rounded up. Samples have one numbering, data set after data set by name: `origin(micro.ids[0])` tells where one comes from.
+
+    `skip`: ids, ranges of ids, or a text file with an id or `first:stop` per line, none of which is ever loaded; in a mixture a dict of
+    these by name. The others keep their order and their random numbers; an epoch is shorter by what is skipped.
     """
 
     def __init__(
@@ -103,44 +130,48 @@ class Batches:
         dataset: Any,
         *,
         global_batch: int,
+        weights: Mapping[str, float] | None = None,
+        skip: Any = None,
         seed: int = 0,
         shuffle: bool = True,
         epochs: int | None = None,
-        num_workers: int = 0,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
-        pin_memory: bool = False,
-        prefetch_factor: int | None = None,
-        multiprocessing_context: Any = None,
+        **loading: Unpack[Loading],
     ) -> None:
+        unknown = sorted(set(loading) - set(Loading.__annotations__))
+        if unknown:
+            raise TypeError(f"Batches() got unknown arguments {unknown}")
+        num_workers = loading.get("num_workers", 0)
         if isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 0:
             raise ValueError(f"num_workers must be 0 (load in this process) or more, not {num_workers!r}")
-        self.dataset = dataset
-        self.sampler = Sampler(_check_dataset(dataset), global_batch=global_batch, seed=seed, shuffle=shuffle, epochs=epochs)
-        self.collate_fn = collate_fn or default_collate
-        self.settings = {
-            "num_workers": num_workers,
-            "pin_memory": pin_memory,
-            "prefetch_factor": prefetch_factor,
-            "multiprocessing_context": multiprocessing_context,
-        }
+        self.dataset, parts = as_parts(dataset, weights, skip)
+        self._sampler = Sampler._over(SampleOrder(parts, global_batch, 1, seed=seed, shuffle=shuffle, epochs=epochs))
+        settings = {"num_workers": 0, "pin_memory": False, "prefetch_factor": None, "multiprocessing_context": None} | loading
+        self._collate = settings.pop("collate_fn", None) or default_collate
+        self._settings = settings
+
+    def origin(self, sample_id: int) -> tuple[str, int]:
+        """The data set that a sample comes from ("" where there is only one) and its index in it."""
+        return self.dataset.origin(int(sample_id)) if isinstance(self.dataset, Mixed) else ("", int(sample_id))
 
 
-class OrderedSource:
+class OrderedSource(IndexedUnits):
     """This rank's units of a run whose order is ours."""
 
     def __init__(self, kind: str, dataset: UnitDataset, sampler: Sampler, settings: Mapping[str, Any], unit_size: int | None) -> None:
         self.kind = kind
         self.grade: Grade = "exact" if dataset.keyed else "order-only"
+        super().__init__(dataset, settings)
         self._sampler = sampler
         self._unit_size = unit_size
-        self._stream = UnitStream(dataset, settings)
-        self._order = sampler.order(1)
+        self._order = sampler._order(1)
         self._block = range(0)
-        self._step = 1
 
     def facts(self) -> dict[str, Any]:
         facts = describe(self.kind, self._order)
         return facts if self.kind == "batches" else facts | {"keyed": self.grade == "exact"}
+
+    def recorded(self) -> dict[str, Any]:
+        return {digest: listed.gaps() for digest, listed in lists(self._order).items()}
 
     def default_units(self, world_size: int) -> int:
         if self._unit_size is None:
@@ -158,14 +189,8 @@ class OrderedSource:
                 f"units={units} with global_batch={global_batch} makes units of {global_batch / units:g} samples, but the DataLoader has "
                 f"batch_size={self._unit_size}: use units={global_batch // self._unit_size}, or another batch_size"
             )
-        self._order = self._sampler.order(units)
+        self._order = self._sampler._order(units)
         self._block = block
-
-    def seek(self, step: int) -> None:
-        if step < 1:
-            raise ValueError(f"steps count from 1, not {step}")
-        self._stream.close()
-        self._step = step
 
     def units(self) -> Iterator[Unit]:
         if not self._block:
@@ -173,65 +198,47 @@ class OrderedSource:
         indices = _indices(self._sampler, self._order, self._block, self._step)
         return self._stream.open(indices, stream_seed(self._order.seed, self._step, self._block.start, "workers"))
 
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def load_state(self, state: Mapping[str, Any], step: int) -> None:
-        self.seek(step + 1)
-
-    def close(self) -> None:
-        self._stream.close()
-
 
 def _indices(sampler: Sampler, order: SampleOrder, block: range, first_step: int) -> Iterator[UnitIndex]:
     """What the sampler yields, cut into units; places, and with them randomness, are those of the order."""
-    sampler.follow(order, block, first_step)
+    sampler._follow(order, block, first_step)
     ids = iter(sampler)  # a user's subclass may change what comes out
     for step in _steps(order, first_step):
         for unit in block:
-            places = [(span.epoch, place) for span in order.spans(step, unit) for place in range(span.start, span.stop)]
-            came_out = islice(ids, len(places))
-            keys = [SampleKey(int(sample), sample_seed(order.seed, *place)) for sample, place in zip(came_out, places, strict=False)]
+            due = order.keys(order.positions(step, unit))
+            came_out = islice(ids, len(due))
+            keys = [SampleKey(int(sample), sample_seed(*key)) for sample, key in zip(came_out, due, strict=False)]
             yield UnitIndex(step, unit, keys)
 
 
-def as_source(
-    data: Any,
-    *,
-    units: int | None = None,
-    rank: int | None = None,
-    world_size: int | None = None,
-    epochs: int | None = None,
-    seed: int | None = None,
-) -> Source:
+def as_source(data: Any, *, units: int | None = None, rank: int | None = None, world_size: int | None = None) -> Source:
     """What a run iterates, from what the user gave as `data=`; TypeError or ValueError with the remedy for what cannot continue exactly.
 
-    `units`, `epochs` and `seed` are for foreign loaders: batches per step over all ranks (required), passes over the data (None: endless)
-    and the seed of augmentation (None: the sampler's). `rank` and `world_size` default to the launcher's.
+    `units`: batches per step over all ranks, which foreign loaders require. `rank` and `world_size` default to the launcher's.
     """
     rank = int(environment("RANK", "0")) if rank is None else rank
     world_size = int(environment("WORLD_SIZE", "1")) if world_size is None else world_size
     if isinstance(data, Batches):
-        global_batch = data.sampler.order(1).global_batch
+        global_batch = data._sampler._order(1).global_batch
         if units is not None and units > global_batch:
             raise ValueError(
                 f"units={units} with global_batch={global_batch}: some units would always be empty; give at most as many units"
             )
-        dataset = UnitDataset(_unkeyed(data.dataset), data.collate_fn, keyed=True)
-        return OrderedSource("batches", dataset, data.sampler, data.settings, unit_size=None)
+        dataset = UnitDataset(unkeyed(data.dataset), data._collate, keyed=True)
+        return OrderedSource("batches", dataset, data._sampler, data._settings, unit_size=None)
     if isinstance(data, DataLoader):
         sampler = getattr(data.batch_sampler, "sampler", data.sampler)
         if isinstance(sampler, Sampler):
             return _with_sampler(data, sampler)
     if hasattr(data, "state_dict") and hasattr(data, "load_state_dict") and hasattr(data, "__iter__"):
-        return StatefulLoader(data, units=units, rank=rank, world_size=world_size, epochs=epochs)
+        return StatefulLoader(data, units=units, rank=rank, world_size=world_size)
     if isinstance(data, DataLoader):
         if isinstance(data.dataset, IterableDataset):
             raise TypeError(
                 f"{type(data.dataset).__name__} is an IterableDataset, which cannot be asked for its position: "
                 f"give a loader with state_dict and load_state_dict (torchdata's StatefulDataLoader), or make it map-style and {FIX}"
             )
-        return IndexedLoader(data, units=units, rank=rank, world_size=world_size, epochs=epochs, seed=seed)
+        return IndexedLoader(data, units=units, rank=rank, world_size=world_size)
     if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
         raise TypeError(f"data= got a data set ({type(data).__name__}), not a loader: {FIX}")
     raise TypeError(f"data= got {type(data).__name__}, which has no position that could be restored (no state_dict): {FIX}")
@@ -239,8 +246,8 @@ def as_source(
 
 def _with_sampler(loader: DataLoader[Any], sampler: Sampler) -> OrderedSource:
     batches = plain_batches(loader)
-    order = sampler.order(1)
-    num_samples = _check_dataset(loader.dataset)
+    order = sampler._order(1)
+    num_samples = check_dataset(loader.dataset)
     if num_samples != order.num_samples:
         raise ValueError(f"the Sampler is for {order.num_samples} samples, the data set has {num_samples}: make it from this data set")
     if order.global_batch % batches.batch_size:
@@ -250,22 +257,8 @@ def _with_sampler(loader: DataLoader[Any], sampler: Sampler) -> OrderedSource:
         )
     if batches.drop_last and order.epochs is not None and order.num_samples * order.epochs % order.global_batch:
         raise ValueError("drop_last=True would lose the end of the last epoch: leave it out, the last step may be smaller")
-    dataset = UnitDataset(_unkeyed(loader.dataset), loader.collate_fn, keyed=isinstance(loader.dataset, Keyed))
+    dataset = UnitDataset(unkeyed(loader.dataset), loader.collate_fn, keyed=isinstance(loader.dataset, Keyed))
     return OrderedSource("sampler", dataset, sampler, loader_settings(loader), unit_size=batches.batch_size)
-
-
-def _unkeyed(dataset: Any) -> Any:
-    return dataset.dataset if isinstance(dataset, Keyed) else dataset
-
-
-def _check_dataset(dataset: Any) -> int:
-    """Length of a map-style data set; TypeError with the remedy for anything else."""
-    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        raise TypeError(
-            f"{type(dataset).__name__} is not a map-style data set (__len__ and __getitem__): its items cannot be looked up by position; "
-            "give data= a loader with state_dict and load_state_dict instead"
-        )
-    return len(dataset)
 
 
 def _steps(order: SampleOrder, first_step: int) -> Iterator[int]:

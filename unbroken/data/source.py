@@ -53,6 +53,9 @@ class Facts(Protocol):
     def facts(self) -> dict[str, Any]:
         """Birth facts, JSON-able, compared at resume (`order.ledger.check_same`)."""
 
+    def recorded(self) -> dict[str, Any]:
+        """What belongs to the facts and is too long for them; stored with each checkpoint under `order.ledger.SKIPS`."""
+
     def default_units(self, world_size: int) -> int:
         """Units per step when the user names none; ValueError with the remedy where there is no good answer."""
 
@@ -193,7 +196,7 @@ class UnitDataset(Dataset[Loaded]):
             raise
 
 
-class _WorkerStart:
+class WorkerStart:
     """Runs first in each worker process: it ends with its trainer, and only when its trainer says so."""
 
     def __init__(self, first: Callable[[int], None] | None) -> None:
@@ -223,7 +226,7 @@ class UnitStream:
     def open(self, indices: Iterable[UnitIndex], seed: int) -> Iterator[Unit]:
         """Start over with these indices; the iterator of an earlier `open` ends. `seed` is for workers' streams outside samples."""
         self.close()
-        settings = self._settings | {"worker_init_fn": _WorkerStart(self._settings.get("worker_init_fn"))}
+        settings = self._settings | {"worker_init_fn": WorkerStart(self._settings.get("worker_init_fn"))}
         generator = torch.Generator()
         generator.manual_seed(seed)
         loader: DataLoader[Loaded] = DataLoader(
@@ -246,9 +249,37 @@ class UnitStream:
     def close(self) -> None:
         """End the workers now instead of whenever the last reference goes."""
         iterator, self._iterator = self._iterator, None
-        shutdown = getattr(iterator, "_shutdown_workers", None)
-        if shutdown is not None:
-            shutdown()
+        end_workers(iterator)
+
+
+class IndexedUnits:
+    """The half of a Source that looks its units up: the step says where it stands, so that it has no state of its own."""
+
+    def __init__(self, dataset: UnitDataset, settings: Mapping[str, Any]) -> None:
+        self._stream = UnitStream(dataset, settings)
+        self._step = 1
+
+    def seek(self, step: int) -> None:
+        if step < 1:
+            raise ValueError(f"steps count from 1, not {step}")
+        self._stream.close()
+        self._step = step
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def load_state(self, state: Mapping[str, Any], step: int) -> None:
+        self.seek(step + 1)
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+def end_workers(iterator: Any) -> None:
+    """End the workers of a DataLoader's iterator, if it has any."""
+    shutdown = getattr(iterator, "_shutdown_workers", None)
+    if shutdown is not None:
+        shutdown()
 
 
 def _as_it_is(loaded: Any) -> Any:

@@ -7,6 +7,8 @@ array and no memory, so a resumed run looks its position up instead of replaying
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -58,16 +60,23 @@ class Permutation:
 
     def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Sample ids at `positions`, each in [0, n); ValueError for a position outside."""
-        positions = np.asarray(positions, dtype=np.int64)
-        if positions.size and (int(positions.min()) < 0 or int(positions.max()) >= self.n):
-            raise ValueError(f"positions must lie in [0, {self.n}), not [{positions.min()}, {positions.max()}]")
-        ids = self._pass(positions.astype(np.uint64).reshape(-1))
-        outside = np.flatnonzero(ids >= np.uint64(self.n))
+        return self._walk(positions, self._pass, "positions")
+
+    def inverse(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The positions at which these sample ids stand; ValueError for an id outside [0, n)."""
+        return self._walk(ids, self._pass_back, "ids")
+
+    def _walk(self, given: NDArray[np.int64], one_pass: Callable[[Words], Words], what: str) -> NDArray[np.int64]:
+        given = np.asarray(given, dtype=np.int64)
+        if given.size and (int(given.min()) < 0 or int(given.max()) >= self.n):
+            raise ValueError(f"{what} must lie in [0, {self.n}), not [{given.min()}, {given.max()}]")
+        found = one_pass(given.astype(np.uint64).reshape(-1))
+        outside = np.flatnonzero(found >= np.uint64(self.n))
         while outside.size:
-            again = self._pass(ids[outside])
-            ids[outside] = again
+            again = one_pass(found[outside])
+            found[outside] = again
             outside = outside[again >= np.uint64(self.n)]
-        return ids.astype(np.int64).reshape(positions.shape)
+        return found.astype(np.int64).reshape(given.shape)
 
     def _pass(self, words: Words) -> Words:
         left_mask, right_mask = self._masks
@@ -75,4 +84,12 @@ class Permutation:
         for left_key, right_key in zip(self._keys[::2], self._keys[1::2], strict=True):
             left = left ^ (_mix(right, left_key) & left_mask)
             right = right ^ (_mix(left, right_key) & right_mask)
+        return (left << self._right_bits) | right
+
+    def _pass_back(self, words: Words) -> Words:
+        left_mask, right_mask = self._masks
+        left, right = words >> self._right_bits, words & right_mask
+        for left_key, right_key in zip(self._keys[-2::-2], self._keys[-1::-2], strict=True):
+            right = right ^ (_mix(left, right_key) & right_mask)
+            left = left ^ (_mix(right, left_key) & left_mask)
         return (left << self._right_bits) | right

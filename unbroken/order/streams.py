@@ -41,3 +41,8 @@ def sample_seed(seed: int, epoch: int, position: int) -> int:
 def rank_seed(seed: int, generation: int, rank: int, stream: str) -> int:
     """64-bit seed for a new rank's own stream, used outside units; distinct per generation, rank and stream."""
     return _seed("rank", seed, generation, rank, name=stream)
+
+
+def part_seed(seed: int, name: str) -> int:
+    """64-bit seed of the walk over one data set of several, so that two of one size are not walked alike."""
+    return _seed("part", seed, name=name)

@@ -18,7 +18,7 @@ from unbroken.core.errors import Damaged
 from unbroken.core.ports import Tier
 from unbroken.core.records import BranchEntry, Change, CommitEntry, CondemnEntry, LogState
 from unbroken.proof.history import MAX_PROBLEMS, History, read_history
-from unbroken.proof.samples import expected_units
+from unbroken.proof.samples import expected_units, stored_skips
 from unbroken.store.repository import Repository
 
 Grade = Literal["exact", "sequence", "none"]
@@ -140,7 +140,7 @@ def certify(tier: Tier, lineage: str = "main", *, against: Tier | None = None, a
 def _examine(repository: Repository) -> tuple[History, list[str]]:
     """Everything that needs no reference: the stored bytes, then the story they tell."""
     report = repository.verify()
-    history = read_history(repository, expected_units(repository.facts.options))
+    history = read_history(repository, expected_units(repository.facts.options, stored_skips(repository)))
     stored = [f"{path}: {reason}" for path, reason in report.bad]
     told = [problem for problem in history.problems if problem not in stored]
     if history.final is None:

@@ -13,7 +13,8 @@ import torch
 from unbroken.order.tree import Node, cover, merge
 from unbroken.order.units import blocks
 from unbroken.step.exchange import Exchange
-from unbroken.step.flat import FlatLayout, Sums
+from unbroken.step.flat import ALIGN, FlatLayout, Sums
+from unbroken.step.partial import Partial, add
 
 BUCKET_BYTES = 25 << 20
 """A bucket is closed at this size: large enough that a collective's latency does not matter, small enough to leave during backward."""
@@ -23,7 +24,7 @@ class Arrived(NamedTuple):
     """What a bucket's exchange gave: every rank's head, in rank order, and the sum of each tensor over all units."""
 
     heads: list[torch.Tensor]
-    sums: Sums
+    whole: Partial
 
 
 class Shares:
@@ -33,13 +34,15 @@ class Shares:
         self.num_units = num_units
         self.blocks = blocks(num_units, world_size)
         self.covers = [cover(block, num_units) if len(block) else [] for block in self.blocks]
+        self.most_nodes = max(map(len, self.covers))
 
 
 class Bucket:
     """`indices` tell where its tensors stand among all; `head_bytes`: room for what each rank tells the others besides.
 
-    Memory: the partial sums until they are packed; with several ranks the frames of the others, an own one, what arrives and the
-    results, kept from step to step, because fresh pages are several times slower to write than used ones.
+    A frame is the head, the shifts of the rank's sums (int64, room for as many as any rank has), then each sum's slice. Memory: the
+    partial sums until they are packed; with several ranks the frames of the others, an own one, what arrives and the results, kept from
+    step to step, because fresh pages are several times slower to write than used ones.
     """
 
     def __init__(
@@ -47,13 +50,14 @@ class Bucket:
     ) -> None:
         self.indices = list(indices)
         self.layout = FlatLayout([tensors[i] for i in indices])
-        self.nodes: dict[Node, Sums] = {}
+        self.nodes: dict[Node, Partial] = {}
         self._shares = shares
         self._exchange = exchange
         self._head_bytes = head_bytes
         self._slices = [size // exchange.world_size for size in self.layout.padded(exchange.world_size)]
         self._slice_bytes = sum(n * t.itemsize for n, t in zip(self._slices, self.layout.types, strict=True))
-        self._frame_bytes = [head_bytes + len(nodes) * self._slice_bytes for nodes in shares.covers]
+        self._slices_begin = head_bytes + (8 * shares.most_nodes + ALIGN - 1) // ALIGN * ALIGN
+        self._frame_bytes = [self._slices_begin + len(nodes) * self._slice_bytes for nodes in shares.covers]
         self._packed: set[tuple[int, int]] = set()
         self.renew()
 
@@ -75,16 +79,17 @@ class Bucket:
         self.nodes.clear()
         self._packed.clear()
 
-    def add(self, unit: int, values: Sums) -> None:
+    def add(self, unit: int, values: Sums, shift: int) -> None:
         """Take one unit's values over and add finished neighbours. They are ours from here on and are written."""
         places = self.layout.places
-        self.nodes[Node(0, unit)] = [None if v is None else v.to(self.layout.types[places[i][0]]) for i, v in enumerate(values)]
-        self.nodes = merge(self.nodes, _add, self._shares.num_units)
+        sums: Sums = [None if v is None else v.to(self.layout.types[places[i][0]]) for i, v in enumerate(values)]
+        self.nodes[Node(0, unit)] = Partial(shift, sums)
+        self.nodes = merge(self.nodes, add, self._shares.num_units)
 
-    def whole(self) -> Sums:
+    def whole(self) -> Partial:
         """At world size 1: the sums over all units."""
-        (sums,) = self.nodes.values()
-        return sums
+        (whole,) = self.nodes.values()
+        return whole
 
     def put(self, position: int, node: int, value: torch.Tensor | None) -> None:
         """Write one tensor's sum over the rank's cover node number `node` into the frames; None is +0.0. Cost: one copy of it."""
@@ -98,17 +103,21 @@ class Bucket:
 
     def pack(self) -> None:
         """Write all that is not in the frames yet, and let the sums go."""
-        for number, node in enumerate(self._shares.covers[self._exchange.rank]):
-            for position, value in enumerate(self.nodes[node]):
+        mine = [self.nodes[node] for node in self._shares.covers[self._exchange.rank]]
+        for number, (_, sums) in enumerate(mine):
+            for position, value in enumerate(sums):
                 if (position, number) not in self._packed:
                     self.put(position, number, value)
+        shifts = torch.tensor([shift for shift, _ in mine], dtype=torch.int64)
+        for destination in range(self._exchange.world_size):
+            self._shifts(self._frame(destination), len(mine)).copy_(shifts)
         self.nodes.clear()
 
     @torch.no_grad()
     def exchange(self, over: Exchange, head: torch.Tensor | None = None) -> Arrived:
         """Send the frames, walk the rest of the tree on this rank's slice, gather the finished slices. Raises ExchangeFailed.
 
-        Cost: an all-to-all and an all-gather of the bucket, log2 W additions of a slice.
+        Cost: an all-to-all and an all-gather of the bucket, log2 W additions of a slice; between the two the device is waited for.
         """
         rank, sizes = over.rank, self._frame_bytes
         if head is not None:
@@ -120,6 +129,9 @@ class Bucket:
         parts = list(torch.split(over.scatter(frames, sent, received, arrived), received))
         parts[rank] = self._frame(rank)
         return Arrived([part[: self._head_bytes] for part in parts], self._gather(over, parts))
+
+    def _shifts(self, frame: torch.Tensor, num: int) -> torch.Tensor:
+        return frame[self._head_bytes : self._head_bytes + 8 * num].view(torch.int64)
 
     def _buffer(self, name: str, size_bytes: int) -> torch.Tensor:
         if name not in self._wire:
@@ -143,7 +155,7 @@ class Bucket:
             group = self.layout.places[position][0]
             dtype = self.layout.types[group]
             before = sum(n * t.itemsize for n, t in zip(self._slices[:group], self.layout.types, strict=False))
-            base = self._head_bytes + node * self._slice_bytes + before
+            base = self._slices_begin + node * self._slice_bytes + before
             found = []
             for destination, offset, start, stop in self.layout.regions(position, self._slices):
                 first = base + offset * dtype.itemsize
@@ -152,43 +164,26 @@ class Bucket:
             self._regions[key] = found
         return self._regions[key]
 
-    def _gather(self, over: Exchange, arrived: Sequence[torch.Tensor]) -> Sums:
+    def _gather(self, over: Exchange, arrived: Sequence[torch.Tensor]) -> Partial:
         """The rest of the tree on this rank's slice of everybody's partial sums, then all finished slices."""
-        nodes: dict[Node, Sums] = {}
+        nodes: dict[Node, Partial] = {}
         for cover_nodes, part in zip(self._shares.covers, arrived, strict=True):
-            offset = self._head_bytes
-            for node in cover_nodes:
+            offset = self._slices_begin
+            for node, shift in zip(cover_nodes, self._shifts(part, len(cover_nodes)).tolist(), strict=True):
                 slices: Sums = []
                 for count, dtype in zip(self._slices, self.layout.types, strict=True):
                     slices.append(part[offset : offset + count * dtype.itemsize].view(dtype))
                     offset += count * dtype.itemsize
-                nodes[node] = slices
-        done = merge(nodes, _add, self._shares.num_units)
+                nodes[node] = Partial(shift, slices)
+        done = merge(nodes, add, self._shares.num_units)
         assert len(done) == 1, f"the tree did not close: {sorted(done)}"
+        ((shift, sums),) = done.values()
         flats = []
-        for group, part_sum in enumerate(next(iter(done.values()))):
+        for group, part_sum in enumerate(sums):
             assert part_sum is not None
             out = self._buffer(f"sums {group}", part_sum.nbytes * over.world_size).view(part_sum.dtype)
             flats.append(over.gather(part_sum, out))
-        return [self.layout.view(flats, index) for index in range(len(self.layout.tensors))]
-
-
-def _add(left: Sums, right: Sums) -> Sums:
-    """left + right, in the memory of either; None counts as +0.0, so that who has no value does not matter."""
-    ours: list[torch.Tensor] = []
-    theirs: list[torch.Tensor] = []
-    alone: list[torch.Tensor] = []
-    for a, b in zip(left, right, strict=True):
-        if a is not None and b is not None:
-            ours.append(a)
-            theirs.append(b)
-        elif a is not None or b is not None:
-            alone.append(a if a is not None else b)  # type: ignore[arg-type]
-    if ours:
-        torch._foreach_add_(ours, theirs)
-    if alone:
-        torch._foreach_add_(alone, 0.0)  # -0.0 becomes +0.0, as in the sum with a zero
-    return [b if a is None else a for a, b in zip(left, right, strict=True)]
+        return Partial(shift, [self.layout.view(flats, index) for index in range(len(self.layout.tensors))])
 
 
 def split(tensors: Sequence[torch.Tensor], limit_bytes: int) -> list[list[int]]:

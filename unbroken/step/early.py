@@ -14,8 +14,9 @@ class EarlyStart:
     """Watches the gradients of a rank's last unit and starts each bucket, in order, when its last gradient has been accumulated.
 
     take(index): called with each gradient that is final, if given; start(bucket): the bucket is complete. Cost: a Python call per
-    parameter and backward, about 1 us. A parameter with hooks of the user's own, which may still change its gradient, holds its bucket
-    back until the end of backward; so does one that gets no gradient.
+    parameter and backward, about 1 us. The first backward in each pass over a batch is a rehearsal: nothing leaves, and where a gradient
+    comes twice in it (re-entrant activation checkpoints), nothing ever will. A parameter with hooks of the user's own, which may still
+    change its gradient, holds its bucket back until the end of backward; so does one that gets no gradient.
     """
 
     def __init__(
@@ -34,23 +35,29 @@ class EarlyStart:
         self._foreign: set[int] = set()
         self._missing: list[set[int]] | None = None
         self._next = 0
+        self._rehearsed: set[int] = set()
+        self._is_rehearsal = self._comes_twice = False
         self.was_late = False
 
     @contextmanager
-    def watch(self) -> Iterator[None]:
-        """Around backward of the rank's last unit."""
+    def watch(self, turn: int) -> Iterator[None]:
+        """Around backward of the rank's last unit, in this pass over the batch."""
         if not self._buckets:
             yield
             return
         self._missing = [{index for index in bucket if self._parameters[index].requires_grad} for bucket in self._buckets]
         self._next, self.was_late = 0, False
+        self._is_rehearsal = turn not in self._rehearsed
         self._foreign.clear()
         for index in self._bucket_of:
             self._hook(index)
         try:
             yield
+            self._rehearsed.add(turn)
         finally:
             self._missing = None
+        if self._comes_twice:
+            self.stop()
 
     def stop(self) -> None:
         """Start nothing early any more."""
@@ -77,9 +84,12 @@ class EarlyStart:
             return
         if index not in missing[bucket]:
             # a second backward inside this one, as re-entrant activation checkpoints run it
-            self.was_late = self.was_late or self._take is not None or bucket < self._next
+            self._comes_twice = self._comes_twice or self._is_rehearsal
+            self.was_late = self.was_late or (not self._is_rehearsal and (self._take is not None or bucket < self._next))
             return
         missing[bucket].remove(index)
+        if self._is_rehearsal:
+            return
         if self._take is not None:
             self._take(index)
         while self._next < len(missing) and not missing[self._next]:

@@ -1,6 +1,8 @@
 """Ordered reduction: the gradient of a step is a fixed binary tree of sums over its units, whoever computed them (I14).
 
-    g = tree_sum(g_u) / (sum(w_u) / N)          g_u: gradient of (w_u / N) * loss_u,  N: samples of a full step
+    g = tree_sum(2^s_u g_u) / (sum(w_u) / N)    g_u: gradient of (w_u / N / 2^s_u) * loss_u,  N: samples of a full step
+
+The shift s_u is 0 where a unit weighs as much as it has samples; where it weighs its tokens, see `step.partial`.
 
 A rank keeps each unit's gradients as backward made them and adds tree neighbours at once, so that it holds at most log2 U + 1 sums; in
 a full step the division is by one and left out. At world size 1 nothing is copied. Else the tensors travel in buckets, each with two
@@ -34,7 +36,8 @@ from unbroken.step.lane import Lane
 
 
 class UnitFacts(Struct, frozen=True, array_like=True):
-    """What travels with a unit: sample digest, weight, float64 loss bits (hex), and a digest of its integer buffers ("" if untouched).
+    """What travels with a unit: sample digest, weight, float64 loss bits (hex), a digest of its integer buffers ("" if untouched), and
+    the number of its samples.
 
     `loss` is "" where the script did not tell it.
     """
@@ -44,6 +47,7 @@ class UnitFacts(Struct, frozen=True, array_like=True):
     weight: int
     loss: str
     integers: str
+    samples: int = 0
 
 
 class Flags(Struct, frozen=True, array_like=True):
@@ -76,11 +80,12 @@ class RankFacts(Struct, frozen=True, array_like=True):
 class Reduced:
     """Result of a step's collective phase, the same on every rank: the sum of each tensor over all units, None where no unit had one.
 
-    The sums' memory is used again by the next step.
+    The sums' memory is used again by the next step. They lack a factor of 2^shift.
     """
 
     facts: list[RankFacts]
     total_weight: int
+    shift: int = 0
     sums: list[torch.Tensor | None] = field(default_factory=list)
 
     def units(self) -> list[UnitFacts]:
@@ -89,13 +94,13 @@ class Reduced:
 
     @cached_property
     def loss(self) -> float | None:
-        """The weighted mean over the units in unit order; None where the script did not tell it for all of them."""
+        """The weighted mean over the units in unit order; None where the script did not tell it for all, or none weighs anything."""
         units = self.units()
-        if any(u.loss == "" for u in units):
+        if not self.total_weight or any(u.weight and u.loss == "" for u in units):
             return None
-        nodes = merge({Node(0, u.unit): u.weight * from_bits(u.loss) for u in units}, lambda a, b: a + b, len(units))
-        assert len(nodes) == 1
-        return float(next(iter(nodes.values()))) / max(self.total_weight, 1)
+        losses = {Node(0, u.unit): u.weight * from_bits(u.loss) if u.weight else 0.0 for u in units}
+        (total,) = merge(losses, float.__add__, len(units)).values()
+        return total / self.total_weight
 
 
 def bits(value: float) -> str:
@@ -129,11 +134,12 @@ class OrderedReduction:
         self.num_units = num_units
         self._exchange = exchange
         shares = Shares(num_units, exchange.world_size)
-        self._most_nodes = max(map(len, shares.covers))
+        self._most_nodes = shares.most_nodes
         head_bytes = _head_bytes(max(map(len, shares.blocks)), len(self.tensors), integer_bytes)
-        groups = _groups(
-            self.tensors, len(self.tensors) if num_early is None else num_early, bucket_bytes or BUCKET_BYTES, exchange.world_size
-        )
+        FlatLayout(self.tensors)  # refuses what cannot be summed
+        groups = [list(range(len(self.tensors)))]
+        if exchange.world_size > 1 and exchange.device.type == "cpu":  # an accelerator would be waited for once per bucket
+            groups = _groups(self.tensors, len(self.tensors) if num_early is None else num_early, bucket_bytes or BUCKET_BYTES)
         self.buckets = [Bucket(group, self.tensors, shares, exchange, head_bytes * (group is groups[-1])) for group in groups]
         self._head_bytes = head_bytes
         self._present = bytearray(len(self.tensors))
@@ -170,13 +176,13 @@ class OrderedReduction:
         self._forget()
 
     @torch.no_grad()
-    def add(self, unit: int, values: Sequence[torch.Tensor | None]) -> None:
-        """Take one unit's values over, None for a tensor that it has none of, and add finished neighbours.
+    def add(self, unit: int, values: Sequence[torch.Tensor | None], shift: int = 0) -> None:
+        """Take one unit's values over, None for a tensor that it has none of, and add finished neighbours; 2^shift times them counts.
 
         Values of buckets that have left are not looked at. Cost: nothing for a unit that waits for its neighbour, else one addition.
         """
         for bucket in self.buckets[self._started :]:
-            self._add(bucket, unit, [values[index] for index in bucket.indices])
+            self._add(bucket, unit, [values[index] for index in bucket.indices], shift)
 
     @torch.no_grad()
     def put(self, bucket: int, position: int, value: torch.Tensor) -> None:
@@ -186,11 +192,11 @@ class OrderedReduction:
             self.buckets[bucket].put(position, 0, value)
 
     @torch.no_grad()
-    def start(self, unit: int, values: Sequence[torch.Tensor | None]) -> None:
+    def start(self, unit: int, values: Sequence[torch.Tensor | None], shift: int = 0) -> None:
         """The next bucket's values of this rank's last unit, None for what was `put`: it is complete and leaves."""
         bucket = self.buckets[self._started]
         assert bucket is not self.buckets[-1], "the last bucket carries the step's facts"
-        self._add(bucket, unit, values)
+        self._add(bucket, unit, values, shift)
         self._send(bucket)
 
     @torch.no_grad()
@@ -220,10 +226,10 @@ class OrderedReduction:
             raise ExchangeFailed("gradients had been sent that are not this attempt's")
         return reduced
 
-    def _add(self, bucket: Bucket, unit: int, values: Sequence[torch.Tensor | None]) -> None:
+    def _add(self, bucket: Bucket, unit: int, values: Sequence[torch.Tensor | None], shift: int) -> None:
         for index, value in zip(bucket.indices, values, strict=True):
             self._present[index] |= value is not None
-        bucket.add(unit, list(values))
+        bucket.add(unit, list(values), shift)
 
     def _send(self, bucket: Bucket, head: torch.Tensor | None = None) -> None:
         self._started += 1
@@ -252,17 +258,15 @@ class OrderedReduction:
     def _result(self, heads: Sequence[torch.Tensor], arrived: Sequence[Arrived]) -> Reduced:
         told = [_unframe(part) for part in heads]
         sums: Sums = [None] * len(self.tensors)
-        for bucket, (_, values) in zip(self.buckets, arrived, strict=True):
-            for index, value in zip(bucket.indices, values, strict=True):
+        for bucket, (_, whole) in zip(self.buckets, arrived, strict=True):
+            for index, value in zip(bucket.indices, whole.sums, strict=True):
                 sums[index] = value if any(rank.present[index] for rank in told) else None
-        return Reduced(facts=told, total_weight=sum(unit.weight for rank in told for unit in rank.units), sums=sums)
+        total = sum(unit.weight for rank in told for unit in rank.units)
+        return Reduced(facts=told, total_weight=total, shift=arrived[-1].whole.shift, sums=sums)
 
 
-def _groups(tensors: Sequence[torch.Tensor], num_early: int, bucket_bytes: int, world_size: int) -> list[list[int]]:
+def _groups(tensors: Sequence[torch.Tensor], num_early: int, bucket_bytes: int) -> list[list[int]]:
     """Which tensors travel together; what cannot leave early goes with the last."""
-    FlatLayout(tensors)  # refuses what cannot be summed
-    if world_size == 1:
-        return [list(range(len(tensors)))]
     groups = split(tensors[:num_early], bucket_bytes)
     groups[-1] += range(num_early, len(tensors))
     return groups

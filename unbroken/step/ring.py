@@ -57,20 +57,25 @@ class RingUpdate(Update):
     def start_unit(self) -> None:
         """Buffers are DDP's business."""
 
-    def backward(self, loss: torch.Tensor, weight: int, last_unit: int | None = None) -> None:
+    def backward(self, loss: torch.Tensor, weight: int, samples: int | None = None, *, last_unit: int | None = None) -> None:
         """As in a plain loop: DDP averages over ranks by itself."""
         scaled(self._stack.parts.scaler, loss).backward()  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
-    def finish_unit(self, unit: int, digest: str, weight: int, loss: torch.Tensor | None) -> None:
-        """Keep the unit's facts; its gradient stays in `.grad`."""
-        self.keep(unit, digest, weight, loss)
+    def take_over(self, weight: int, samples: int) -> None:
+        """Gradients stay as they are."""
+
+    @torch.no_grad()
+    def finish_unit(self, unit: int, digest: str, weight: int, loss: torch.Tensor | None, samples: int | None = None) -> None:
+        """Keep the unit's facts; its gradient stays in `.grad`. ValueError for a weight of its own, of which DDP knows nothing."""
+        if samples not in (None, weight):
+            raise ValueError('micro.weight needs the default reduction: under reduce="ring" DDP has added the gradients already')
+        self.keep(unit, digest, weight, loss, samples)
 
     def reduce(self, flags: Flags, waiting: Callable[[], None] = lambda: None) -> Reduced:
         """Tell all ranks what each has computed; rank 0's buffers become everybody's, as DDP would make them at the next forward."""
-        unknown = ""  # a plain loop need not tell us its loss
-        losses = [bits(u.loss.item()) if u.loss is not None else unknown if u.weight else bits(0.0) for u in self.collected]
-        units = tuple(UnitFacts(u.unit, u.digest, u.weight, loss, "") for u, loss in zip(self.collected, losses, strict=True))
+        losses = ["" if u.loss is None else bits(u.loss.item()) for u in self.collected]  # a plain loop need not tell us its loss
+        units = tuple(UnitFacts(u.unit, u.digest, u.weight, loss, "", u.samples) for u, loss in zip(self.collected, losses, strict=True))
         waiting()
         facts = self._exchange.share(RankFacts(units=units, flags=self._with_norm(flags)), RankFacts)
         self._buffers.settle()

@@ -15,7 +15,6 @@ import msgspec
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from unbroken.capture.finite import fault_of
 from unbroken.capture.stack import Stack
 from unbroken.codec.digest import text_digest
 from unbroken.core.ports import failpoint
@@ -24,6 +23,8 @@ from unbroken.step.early import EarlyStart
 from unbroken.step.exchange import Exchange
 from unbroken.step.flat import sum_type
 from unbroken.step.live_buffers import LiveBuffers
+from unbroken.step.optimizers import Applying, Optimizers
+from unbroken.step.partial import shift_of
 from unbroken.step.reduce import Flags, OrderedReduction, RankFacts, Reduced, UnitFacts, bits
 
 
@@ -42,6 +43,19 @@ class Applied:
     reason: str = ""
 
 
+NO_LOSS = "7ff8000000000000"
+"""In the journal: bits of the NaN that stands for a loss which the loop did not tell."""
+
+_NAN = "7ff8000000000001"
+
+
+def loss_bits(loss: float | None) -> str:
+    """A loss as the journal has it: a NaN that was told is another than the one for None, and the same on every machine."""
+    if loss is None:
+        return NO_LOSS
+    return _NAN if math.isnan(loss) else bits(loss)
+
+
 @dataclass(frozen=True)
 class _Unit:
     """One unit set aside: its facts, loss (float64, on the device), which buffers it wrote, and its integer buffers' values."""
@@ -49,6 +63,7 @@ class _Unit:
     unit: int
     digest: str
     weight: int
+    samples: int
     loss: torch.Tensor | None
     changed: Sequence[torch.Tensor]
     integers: Sequence[torch.Tensor] | None
@@ -59,8 +74,7 @@ class Update:
 
     Cost in the step path: an addition of gradients per unit but the first, the collectives of `OrderedReduction.reduce`, on CPU beside
     backward of the last unit; nothing is copied into `.grad`. Float buffers travel with the gradients. On accelerators the losses and
-    facts are read once per step, and the clip norm with those of the next one (`reads_norm` is False): reading it at once would wait for
-    the device.
+    facts are read once per step, and the clip norm with those of the next one: reading it at once would wait for the device.
     `full_weight`: samples of a full step (default: one per unit).
     """
 
@@ -77,16 +91,12 @@ class Update:
         is_alone = len(blocks(num_units, exchange.world_size)[exchange.rank]) == 1
         self._early = EarlyStart(self._parameters, early, self._leave, self._take if is_alone else None)
         self._place = {index: (number, place) for number, group in enumerate(early) for place, index in enumerate(group)}
-        self._last_unit = -1
+        self._last = (-1, 0)
+        self._turn = 0
         self.collected: list[_Unit] = []
-        self._ran = {id(o): False for o in stack.parts.optimizers.values()}
-        self._applying = [False]  # the hooks hold this and `_ran`, not us: an optimizer may outlive the run
+        self.optimizers = Optimizers(stack, reads_norm=exchange.device.type == "cpu")
         self._undone: list[Callable[[], None]] = []
         self._epochs: list[Any] | None = None
-        self.reads_norm = exchange.device.type == "cpu"
-        self._unread: torch.Tensor | None = None
-        for optimizer in stack.parts.optimizers.values():
-            self._undone += [hook.remove for hook in _step_hooks(optimizer, self._applying, self._ran)]
         for model in stack.parts.models.values():
             if silence and isinstance(model, DistributedDataParallel):
                 self._silence(model)
@@ -95,6 +105,7 @@ class Update:
         """Leave the user's objects as they were found. Idempotent."""
         while self._undone:
             self._undone.pop()()
+        self.optimizers.close()
         self._early.close()
         self.reduction.close()
 
@@ -111,7 +122,15 @@ class Update:
             raise RuntimeError(
                 "a scheduler was stepped by the loop, which run.step() does: leave scheduler.step() out, or scheduler= of Run"
             )
+        self.optimizers.permit("no")
         self._clear_gradients()
+        self._turn = -1
+        self.begin_pass()
+
+    def begin_pass(self) -> None:
+        """Forget the units set aside; those to come start from the buffers as they stand now. Cost: a copy of the buffers."""
+        self._turn += 1
+        self._early.was_late = False
         self.reduction.reset()
         self.collected.clear()
         self._buffers.remember()
@@ -126,19 +145,31 @@ class Update:
         self._buffers.rewind()
         self._clear_gradients()
 
-    def backward(self, loss: torch.Tensor, weight: int, last_unit: int | None = None) -> None:
+    def backward(self, loss: torch.Tensor, weight: int, samples: int | None = None, *, last_unit: int | None = None) -> None:
         """Backward of a unit's mean loss, scaled to its share of a full step: the sum over units is the gradient then, undivided.
 
-        last_unit: the unit's number if it is this rank's last one, so that gradients may leave as soon as they are made.
+        samples: in the unit (default: its weight). last_unit: the unit's number if it is this rank's last one, so that gradients may
+        leave as soon as they are made.
         """
-        share = weight / self._full_weight
+        share = self._share(weight, samples)
         loss = scaled(self._stack.parts.scaler, loss if share == 1.0 else loss * share)
         if last_unit is None:
             loss.backward()  # type: ignore[no-untyped-call]
             return
-        self._last_unit = last_unit
-        with self._early.watch():
+        self._last = (last_unit, _shift(weight, samples))
+        with self._early.watch(self._turn):
             loss.backward()  # type: ignore[no-untyped-call]
+
+    @torch.no_grad()
+    def take_over(self, weight: int, samples: int) -> None:
+        """The same for gradients of a unit's mean loss that the loop's own backward calls have left. Cost: a pass over them."""
+        share = self._share(weight, samples)
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        if share != 1.0 and gradients:
+            torch._foreach_mul_(gradients, share)
+
+    def _share(self, weight: int, samples: int | None) -> float:
+        return math.ldexp(weight / self._full_weight, -_shift(weight, samples))
 
     def _take(self, index: int) -> None:
         """This gradient is final: it is packed while it is still in the cache, and its memory is free for the next one."""
@@ -151,21 +182,23 @@ class Update:
     def _leave(self, bucket: int) -> None:
         """All gradients of this bucket are there: they need not wait for the end of backward."""
         parameters = [self._parameters[index] for index in self.reduction.buckets[bucket].indices]
-        self.reduction.start(self._last_unit, [_dense(parameter.grad) for parameter in parameters])
+        unit, shift = self._last
+        self.reduction.start(unit, [_dense(parameter.grad) for parameter in parameters], shift)
         for parameter in parameters:
             parameter.grad = None
 
     @torch.no_grad()
-    def finish_unit(self, unit: int, digest: str, weight: int, loss: torch.Tensor | None) -> None:
-        """Set the unit's gradients and buffers aside and clear `.grad`. A unit without samples has weight 0 and no loss."""
+    def finish_unit(self, unit: int, digest: str, weight: int, loss: torch.Tensor | None, samples: int | None = None) -> None:
+        """Set the unit's gradients and buffers aside and clear `.grad`. One that weighs nothing has no loss, and what it did is gone."""
+        shift = _shift(weight, samples)
         # a unit without samples has run nothing: what the buffers hold is the beginning's, or another unit's
         self._buffers.settle()
         gradients = [_dense(p.grad) if weight else None for p in self._parameters]
         self._clear_gradients()
-        floats = [b.to(sum_type(b.dtype)) * float(weight) if weight else None for b in self._buffers.floats]
-        self.reduction.add(unit, [*gradients, *floats])
-        integers = [b.detach().clone() for b in self._buffers.integers] if loss is not None else None
-        self.keep(unit, digest, weight, loss, changed=self._buffers.changed(), integers=integers)
+        floats = [b.to(sum_type(b.dtype)) * math.ldexp(weight, -shift) if weight else None for b in self._buffers.floats]
+        self.reduction.add(unit, [*gradients, *floats], shift)
+        integers = [b.detach().clone() for b in self._buffers.integers] if weight else None
+        self.keep(unit, digest, weight, loss, samples, changed=self._buffers.changed() if weight else (), integers=integers)
 
     def keep(
         self,
@@ -173,12 +206,15 @@ class Update:
         digest: str,
         weight: int,
         loss: torch.Tensor | None,
+        samples: int | None,
         *,
         changed: Sequence[torch.Tensor] = (),
         integers: Sequence[torch.Tensor] | None = None,
     ) -> None:
         """Remember a unit's facts until the collective phase; nothing is read from the device yet."""
-        self.collected.append(_Unit(unit, digest, weight, None if loss is None else loss.detach().double(), changed, integers))
+        samples = weight if samples is None else samples
+        told = None if loss is None else loss.detach().double()
+        self.collected.append(_Unit(unit, digest, weight, samples, told, changed, integers))
 
     def reduce(self, flags: Flags, waiting: Callable[[], None] = lambda: None) -> Reduced:
         """The collective phase. Raises ExchangeFailed; the state is then still that of the step's beginning.
@@ -198,7 +234,7 @@ class Update:
             if any(changed[num_floats:]):
                 raw = b"".join(tensor_bytes(b) for b in u.integers or ())
                 digest = text_digest(raw)[:32]
-            units.append(UnitFacts(u.unit, u.digest, u.weight, bits(loss), digest))
+            units.append(UnitFacts(u.unit, u.digest, u.weight, "" if loss is None else bits(loss), digest, u.samples))
         late = self._early.was_late
         if late:
             self._early.stop()
@@ -208,21 +244,23 @@ class Update:
 
     def has_bad_norm(self) -> bool:
         """Was the norm of the step before, which nobody has looked at yet, not finite?"""
-        return self._unread is not None and not bool(self._unread.isfinite())
+        unread = self.optimizers.unread
+        return unread is not None and not bool(unread.isfinite())
 
     def _with_norm(self, flags: Flags) -> Flags:
         return msgspec.structs.replace(flags, bad_norm=True) if self.has_bad_norm() else flags
 
-    def _read_facts(self) -> list[tuple[float, list[bool]]]:
+    def _read_facts(self) -> list[tuple[float | None, list[bool]]]:
         """Of each unit its loss and which buffers it wrote; one copy from the device, which waits for the step's forward passes."""
-        told = [[] if u.loss is None else [u.loss.reshape(()), *(u.changed if u.integers is not None else ())] for u in self.collected]
-        flat = [value for unit in told for value in unit] + ([] if self._unread is None else [self._unread])
+        told = [[*(() if u.loss is None else [u.loss.reshape(())]), *u.changed] for u in self.collected]
+        unread = self.optimizers.unread
+        flat = [value for unit in told for value in unit] + ([] if unread is None else [unread])
         read = iter(torch.stack([value.to(flat[0].device, torch.float64) for value in flat]).tolist() if flat else ())
-        facts = []
-        for unit in told:
-            loss, *changed = [next(read) for _ in unit] or [0.0]
-            facts.append((loss, [bool(flag) for flag in changed]))
-        self._unread = None if self._unread is None else torch.tensor(next(read))
+        facts: list[tuple[float | None, list[bool]]] = []
+        for u in self.collected:
+            loss = None if u.loss is None else next(read)
+            facts.append((loss, [bool(next(read)) for _ in u.changed]))
+        self.optimizers.unread = None if unread is None else torch.tensor(next(read))
         return facts
 
     def apply(
@@ -233,31 +271,45 @@ class Update:
         skip: why the step must not be applied. check_norm: skip it, too, where the clip norm is not finite. careful: where any gradient
         is not, which costs a pass over them. Buffers of a skipped step are those of its beginning.
         """
-        units = reduced.units()
-        self._check_integers(units)
+        self._check_integers(reduced.units())
         applied, reason = False, skip
-        self._unread = None
+        self.optimizers.unread = None
         if not skip:
             self._deliver(reduced)
             failpoint("step.optimizer")
-            self._applying[0] = True
-            applied, reason = self._run_optimizers(clip_grad_norm, check_norm, careful)
-            self._applying[0] = False
-        elif reduced.loss is not None and not math.isfinite(reduced.loss):
-            self._show_scaler(reduced)
+            applied, reason = self.optimizers.run(clip_grad_norm, check_norm=check_norm, careful=careful)
+        elif self._stack.parts.scaler is not None and reduced.loss is not None and not math.isfinite(reduced.loss):
+            self._deliver(reduced)
+            self.optimizers.show_scaler()
         if reason:
             self._buffers.rewind()
-        self._clear_gradients()
         if applied:
             for scheduler in self._stack.parts.schedulers.values():
                 scheduler.step()
+        return self.finish(reduced, applied, reason)
+
+    def own(self, applying: Applying) -> None:
+        """May the loop call `optimizer.step()` itself now? Schedulers are its own, too."""
+        self._epochs = None
+        self.optimizers.permit(applying)
+
+    def deliver(self, reduced: Reduced) -> None:
+        """Put the reduced gradients into `.grad`, and the buffers' new values into place: the loop applies them by itself."""
+        self._check_integers(reduced.units())
+        self.optimizers.unread = None
+        self._deliver(reduced)
+
+    def finish(self, reduced: Reduced, applied: bool, reason: str = "") -> Applied:
+        """The update is done: what it was."""
+        self.optimizers.permit("no")
+        self._clear_gradients()
         self._epochs = self._scheduler_epochs()
-        loss = float("nan") if reduced.loss is None else reduced.loss
+        units, loss = reduced.units(), reduced.loss
         return Applied(
-            loss=loss,
-            loss_bits=bits(loss),
+            loss=float("nan") if loss is None else loss,
+            loss_bits=loss_bits(loss),
             status="applied" if applied else "skipped",
-            num_samples=sum(u.weight for u in units),
+            num_samples=sum(u.samples for u in units),
             units=tuple(u.digest for u in units),
             reason=reason,
         )
@@ -273,13 +325,14 @@ class Update:
     def _deliver(self, reduced: Reduced) -> None:
         num_parameters, total = len(self._parameters), reduced.total_weight
         gradients = [value for value in reduced.sums[:num_parameters] if value is not None]
-        if total not in (0, self._full_weight) and gradients:
-            torch._foreach_div_(gradients, total / self._full_weight)
+        share = math.ldexp(total / self._full_weight, -reduced.shift) if total else 1.0
+        if share != 1.0 and gradients:
+            torch._foreach_div_(gradients, share)
         for parameter, value in zip(self._parameters, reduced.sums, strict=False):
             parameter.grad = None if value is None else _as_gradient(value, parameter)
         for buffer, value in zip(self._buffers.floats, reduced.sums[num_parameters:], strict=True):
             if value is not None:
-                buffer.copy_(value / max(total, 1))
+                buffer.copy_(value / math.ldexp(total, -reduced.shift))
         raw = next((rank.integers for rank in reduced.facts if rank.integers), b"")
         if raw:
             offset = 0
@@ -301,82 +354,18 @@ class Update:
     def _integer_names(self) -> list[str]:
         return sorted(name for name, buffer in self._stack.buffers().items() if not buffer.is_floating_point())
 
-    def _run_optimizers(self, clip_grad_norm: float | None, check_norm: bool, careful: bool) -> tuple[bool, str]:
-        """Whether they ran, and which anomaly kept them from it; a scaler's overflow is none, and it looks at gradients by itself."""
-        scaler, optimizers = self._stack.parts.scaler, list(self._stack.parts.optimizers.values())
-        if scaler is not None:
-            optimizers = [o for o in optimizers if _has_gradient(o)]  # a scaler refuses the others
-            for optimizer in optimizers:
-                scaler.unscale_(optimizer)
-        if clip_grad_norm is not None:
-            norm = torch.nn.utils.clip_grad_norm_(self._parameters, clip_grad_norm)
-        if scaler is None:
-            reason = self._bad_gradient() if careful else ""
-            if not reason and check_norm and clip_grad_norm is not None:
-                reason = self._bad_norm(norm, careful)
-            if reason:
-                return False, reason
-        for key in self._ran:
-            self._ran[key] = False
-        for optimizer in optimizers:
-            if scaler is not None:
-                scaler.step(optimizer)
-            else:
-                optimizer.step()
-        if scaler is None or not optimizers:
-            return True, ""
-        applied = any(self._ran[id(o)] and not _skipped_inside(scaler, o) for o in optimizers)
-        scaler.update()
-        return applied, ""
-
-    def _show_scaler(self, reduced: Reduced) -> None:
-        """A loss that is not finite is no reason to keep its gradient from the scaler, whose scale follows every overflow."""
-        scaler = self._stack.parts.scaler
-        if scaler is None:
-            return
-        self._deliver(reduced)
-        optimizers = [o for o in self._stack.parts.optimizers.values() if _has_gradient(o)]
-        for optimizer in optimizers:
-            scaler.unscale_(optimizer)
-        if optimizers:
-            scaler.update()
-
-    def _bad_gradient(self) -> str:
-        for name, parameter in self._stack.parameters().items():
-            found = fault_of(parameter.grad) if parameter.grad is not None else ""
-            if found:
-                return f"the gradient of {name} holds {found}"
-        return ""
-
-    def _bad_norm(self, norm: torch.Tensor, careful: bool) -> str:
-        if not (self.reads_norm or careful):
-            self._unread = norm.detach()
-            return ""
-        return "" if bool(norm.isfinite()) else f"the norm of the gradient is {float(norm)}"
-
 
 def passed_over(facts: list[RankFacts], reason: str) -> Applied:
     """A step that is committed without having been computed: nobody knows its loss."""
     units = Reduced(facts=facts, total_weight=0).units()
     return Applied(
         loss=float("nan"),
-        loss_bits=bits(float("nan")),
+        loss_bits=NO_LOSS,
         status="skipped",
-        num_samples=sum(u.weight for u in units),
+        num_samples=sum(u.samples for u in units),
         units=tuple(u.digest for u in units),
         reason=reason,
     )
-
-
-def _step_hooks(optimizer: torch.optim.Optimizer, applying: list[bool], ran: dict[int, bool]) -> list[Any]:
-    def before(*_: Any) -> None:
-        if not applying[0]:
-            raise RuntimeError("optimizer.step() was called by the loop: call run.step() instead, which steps the optimizers of Run")
-
-    def after(*_: Any) -> None:
-        ran[id(optimizer)] = True
-
-    return [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
 
 
 def check_clip(norm: float | None) -> None:
@@ -394,22 +383,15 @@ def tensor_bytes(tensor: torch.Tensor) -> bytes:
     return bytes(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
 
 
+def _shift(weight: int, samples: int | None) -> int:
+    return shift_of(weight, weight if samples is None else samples)
+
+
 def _as_gradient(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """In the parameter's type and strides: a fused optimizer walks memory, not elements."""
     if value.stride() == parameter.stride():
         return value.to(parameter.dtype)
     return torch.empty_like(parameter).copy_(value)
-
-
-def _has_gradient(optimizer: torch.optim.Optimizer) -> bool:
-    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
-
-
-def _skipped_inside(scaler: Any, optimizer: torch.optim.Optimizer) -> bool:
-    """Did a fused optimizer, whose `step` always runs, leave all untouched because of an overflow?"""
-    if not getattr(optimizer, "_step_supports_amp_scaling", False):
-        return False
-    return any(bool(found) for found in scaler._found_inf_per_device(optimizer).values())
 
 
 def _dense(gradient: torch.Tensor | None) -> torch.Tensor | None:

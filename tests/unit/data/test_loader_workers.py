@@ -8,22 +8,26 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests.rigs.launched import wait_until
 from tests.rigs.loader_lives import Augmented
 from unbroken.data.loader import Batches, as_source
 from unbroken.data.source import Source
 
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
 ROOT = Path(__file__).resolve().parents[3]
 
 HANGING_TRAINER = """
 import time
 from tests.rigs.loader_lives import Setting, make
-source = make(Setting("batches", num_workers=2, epochs=None))
+source = make(Setting("{kind}", num_workers=2, epochs=None))
 units = source.units()
 next(units)
 print("ready", flush=True)
@@ -39,8 +43,11 @@ class Slow(Augmented):
         return index
 
 
-def slow_source() -> Source:
-    source = as_source(Batches(Slow(), global_batch=4, epochs=2, num_workers=2))
+def slow_source(kind: str = "batches") -> Source:
+    data: Any = Batches(Slow(), global_batch=4, epochs=2, num_workers=2)
+    if kind == "torchdata":
+        data = StatefulDataLoader(Slow(), batch_size=1, num_workers=2)
+    source = as_source(data, units=4)
     source.bind(units=4, block=range(4), rank=0, world_size=1)
     return source
 
@@ -51,8 +58,9 @@ def workers_of(pid: int) -> list[psutil.Process]:
     return [child for child in mother.children() if child.is_running() and child.cmdline() == mother.cmdline()]
 
 
-def test_a_signal_to_the_whole_job_leaves_the_workers_to_their_trainer() -> None:
-    source = slow_source()
+@pytest.mark.parametrize("kind", ["batches", "torchdata"])
+def test_a_signal_to_the_whole_job_leaves_the_workers_to_their_trainer(kind: str) -> None:
+    source = slow_source(kind)
     units = source.units()
     seen = [next(units)]
     workers = workers_of(os.getpid())
@@ -63,7 +71,7 @@ def test_a_signal_to_the_whole_job_leaves_the_workers_to_their_trainer() -> None
         f"import os, signal\nfor p in {[w.pid for w in workers]}:\n  os.kill(p, signal.SIGTERM); os.kill(p, signal.SIGUSR1)",
     ]
     subprocess.run(others, check=True, timeout=60)
-    seen += units
+    seen += islice(units, 199)
     assert len(seen) == 200
     source.close()
     wait_until(lambda: not any(worker.is_running() for worker in workers), "the workers' end", 10)
@@ -78,8 +86,10 @@ def test_the_trainer_itself_can_end_a_worker() -> None:
     source.close()
 
 
-def test_workers_end_at_once_when_their_trainer_is_killed() -> None:
-    trainer = subprocess.Popen([sys.executable, "-c", HANGING_TRAINER], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+@pytest.mark.parametrize("kind", ["batches", "torchdata"])
+def test_workers_end_at_once_when_their_trainer_is_killed(kind: str) -> None:
+    script = HANGING_TRAINER.replace("{kind}", kind)
+    trainer = subprocess.Popen([sys.executable, "-W", "ignore", "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
         assert trainer.stdout is not None
         assert trainer.stdout.readline() == "ready\n"
@@ -92,9 +102,9 @@ def test_workers_end_at_once_when_their_trainer_is_killed() -> None:
     trainer.stdout.close()
 
 
-@pytest.mark.parametrize("closing", ["close", "drop"])
-def test_workers_go_with_their_source(closing: str) -> None:
-    source = slow_source()
+@pytest.mark.parametrize(("closing", "kind"), [("close", "batches"), ("drop", "batches"), ("close", "torchdata")])
+def test_workers_go_with_their_source(closing: str, kind: str) -> None:
+    source = slow_source(kind)
     units = source.units()
     next(units)
     workers = workers_of(os.getpid())

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unbroken.order.units import SampleOrder, Span, blocks, default_units
+from unbroken.order.epochs import Span
+from unbroken.order.units import SampleOrder, blocks, default_units
 
 
 @given(num_units=st.integers(1, 200), world_size=st.integers(1, 200))
@@ -47,7 +48,12 @@ def test_B28_batches_straddle_epochs_and_each_epoch_is_whole() -> None:
     epochs = [ids[i : i + 10] for i in range(0, 40, 10)]
     assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 4
-    assert [(span.epoch, span.stop - span.start) for unit in range(4) for span in order.spans(3, unit)] == [(0, 1), (0, 1), (1, 1), (1, 1)]
+    assert [(span.epoch, span.stop - span.start) for unit in range(4) for span in order.walks[0].spans(order.positions(3, unit))] == [
+        (0, 1),
+        (0, 1),
+        (1, 1),
+        (1, 1),
+    ]
 
 
 def test_a_batch_larger_than_the_data_set_reads_it_several_times() -> None:
@@ -79,10 +85,10 @@ def test_B31_a_short_last_batch_makes_uneven_and_empty_units() -> None:
 )
 def test_B32_counters_are_exact_at_any_width(consumed: int, num_samples: int, position: int) -> None:
     order = SampleOrder(num_samples, 1, 1, shuffle=False)
-    epoch, place = order.locate(consumed)
+    epoch, place = order.walks[0].locate(consumed)
     assert (place, epoch * num_samples + place) == (position, consumed)
     step = consumed + 1  # one sample a step: state `consumed` has consumed that many
-    assert order.spans(step, 0) == [Span(epoch, position, position + 1)]
+    assert order.walks[0].spans(order.positions(step, 0)) == [Span(epoch, position, position + 1)]
     assert order.unit_ids(step, 0).tolist() == [position]
     shuffled = SampleOrder(num_samples, 1, 1, seed=3).unit_ids(step, 0)
     assert shuffled.dtype == np.int64 and 0 <= shuffled[0] < num_samples
@@ -90,7 +96,7 @@ def test_B32_counters_are_exact_at_any_width(consumed: int, num_samples: int, po
 
 def test_B32_steps_of_many_samples_are_exact_too() -> None:
     order = SampleOrder(1_000_003, 3072, 8, shuffle=False)
-    assert order.locate(700_000 * 3072) == (2150, 393550)
+    assert order.walks[0].locate(700_000 * 3072) == (2150, 393550)
     assert order.unit_ids(700_001, 0)[0] == 393550
 
 
@@ -111,21 +117,21 @@ def test_what_is_handed_out_is_the_callers_own() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"num_samples": 0}, "num_samples"),
-        ({"num_samples": 2**63}, "num_samples"),
-        ({"num_samples": 5.0}, "num_samples"),
+        ({"samples": 0}, "num_samples"),
+        ({"samples": 2**63}, "num_samples"),
+        ({"samples": 5.0}, "num_samples"),
         ({"global_batch": 0}, "global_batch"),
         ({"global_batch": 2**40}, "global_batch"),
         ({"units": 0}, "units"),
         ({"units": 2**40}, "units"),
         ({"epochs": 0}, "epochs"),
         ({"seed": -1}, "seed"),
-        ({"num_samples": 1, "global_batch": 10_000}, "more than 1024 times"),
+        ({"samples": 1, "global_batch": 10_000}, "more than 1024 times"),
     ],
 )
 def test_senseless_orders_are_refused(change: dict[str, object], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        SampleOrder(**({"num_samples": 100, "global_batch": 8, "units": 4} | change))  # type: ignore[arg-type]
+        SampleOrder(**({"samples": 100, "global_batch": 8, "units": 4} | change))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("step", "unit"), [(0, 0), (1, 4), (1, -1)])

@@ -32,10 +32,10 @@ def test_I7_blocks_agree_with_the_ledger(
 
 
 def test_a_foreign_order_has_no_rule() -> None:
-    assert expected_units({}) is None
-    assert expected_units({"data": {"kind": "foreign"}, "units": 4}) is None
+    assert expected_units({}, {}) is None
+    assert expected_units({"data": {"kind": "foreign"}, "units": 4}, {}) is None
     order = SampleOrder(10, 4, 2)
-    rule = expected_units({"data": describe("batches", order), "units": 2})
+    rule = expected_units({"data": describe("batches", order), "units": 2}, {})
     assert rule is not None
     assert rule(3) == digests(order, 3)
 

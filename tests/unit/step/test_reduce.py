@@ -216,7 +216,8 @@ def test_a_rank_holds_only_logarithmically_many_sums(num_units: int, world_size:
         for unit in block:
             reduction.add(unit, [torch.ones(100), torch.ones(10, dtype=torch.float64)])
             nodes = reduction.buckets[0].nodes
-            assert sum(value.nbytes for sums in nodes.values() for value in sums if value is not None) <= reduction.buffers_bytes
+            held = sum(value.nbytes for node in nodes.values() for value in node.sums if value is not None)
+            assert held <= reduction.buffers_bytes
             assert len(nodes) <= 2 * num_units.bit_length() + 1
 
 

@@ -454,7 +454,7 @@ def test_B38_a_step_that_is_skipped_changes_nothing(factor: float, clip: float |
 def test_B38_where_reading_waits_the_norm_is_told_with_the_next_step() -> None:
     model, exchange = Normed(), Exchange(CPU)
     update = Update(stack_of(model), 2, exchange)
-    update.reads_norm = False  # as on an accelerator
+    update.optimizers.reads_norm = False  # as on an accelerator
     assert bad_step(update, exchange, model, 1.0, 1.0, check_norm=True).reason == ""
     assert not update.has_bad_norm()
     assert bad_step(update, exchange, model, math.nan, 1.0, check_norm=True).reason == ""
@@ -470,7 +470,7 @@ def test_B38_a_careful_step_waits_for_its_norm() -> None:
     """Here the squares of finite gradients overflow."""
     model, exchange = Normed(), Exchange(CPU)
     update = Update(stack_of(model), 2, exchange)
-    update.reads_norm = False
+    update.optimizers.reads_norm = False
     reason = bad_step(update, exchange, model, 1e30, 1.0, check_norm=True, careful=True).reason
     assert reason == "the norm of the gradient is inf"
 
