@@ -29,7 +29,7 @@ ALLOWED = {
     "cluster/signals.py SignalInbox.take os.read": "the pipe is O_NONBLOCK",
     "cluster/warm.py fork_worker os.read": "the process at the other end has ended",
     "cluster/warm.py fork_worker os.waitpid": "the process in between forks and ends at once; the launcher waits ORDER_TIMEOUT_S",
-    "cluster/warm.py _stand_by orders.recv_bytes": "a process that exists to wait; it dies with the launcher, and with the server's end of the pipe",
+    "cluster/warm.py _stand_by orders.recv_bytes": "a process that exists to wait; it dies with the launcher and the server",
     "cluster/warm.py main connection.recv_bytes": "the server exists to wait for orders; it dies with the launcher, which closes the pipe",
     "core/os.py heed_only.watch signal.sigwaitinfo": "a thread that exists to wait; it ends with its process",
     "core/os.py unlock fcntl.flock": "LOCK_UN does not wait",
