@@ -155,6 +155,8 @@ def test_the_fact_sheet_says_what_is_compared_and_what_only_recorded() -> None:
         "hardware": ("recorded", "rank"),
         "topology": ("recorded", "rank"),
         "layout": ("recorded", "logical"),
+        "naming": ("recorded", "logical"),
+        "anomalies": ("compared", "logical"),
     }
     assert all(i.piece.captured == "start" for i in items)
     assert not {i.piece.pointer for i in items} & {i.piece.pointer for i in opening().pieces(Counters())}
