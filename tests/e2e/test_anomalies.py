@@ -135,6 +135,64 @@ def test_B38_the_average_and_the_rate_are_those_of_the_steps_that_count(director
     assert all(p.grad is None for p in life.run.model.parameters())
 
 
+OWN = [
+    {"bad": {13: "loss"}, "passes": 1},
+    {"bad": {13: "gradient"}, "passes": 2},
+    {"bad": {13: "huge"}, "passes": 1, "adam": True},
+    {"bad": {13: "gradient"}, "passes": 1, "tells_loss": False},
+    {"bad": {20: "gradient"}, "passes": 2},
+]
+
+
+@pytest.mark.parametrize("fields", OWN)
+def test_B38_poison_of_an_update_of_the_loops_own_is_passed_over(directory: Path, fields: dict[str, Any]) -> None:
+    """Nothing can be skipped beforehand; so all go back, and the replay passes the step over."""
+    case = Case(**fields)
+    (bad,) = case.bad
+    life = Life(directory, case)
+    assert life.run.completed == 20 and life.counted() == (19, 1)
+    if not case.adam:
+        assert life.w == case.passes * (210 - bad)
+    found = skipped(directory)
+    assert list(found) == [bad] and "makes the state non-finite" in found[bad]
+    assert commits(directory)[-1].step == 20
+    assert life.seen.count((bad, True)) == 2, "once as it came, once in the careful replay, and then it is passed over"
+
+
+def test_B38_a_bad_loss_that_an_own_update_holds_back_leaves_nothing_to_go_back_for(directory: Path) -> None:
+    """The loss is NaN, its gradient is not: the loop has applied it, and the state is whole."""
+    life = Life(directory, Case(bad={13: "odd"}, passes=1))
+    assert life.w == 210 and life.counted() == (20, 0)
+    assert [step for step, _ in life.seen] == [*range(1, 21)]
+    assert [r["loss"] for r in journal(directory) if r["type"] == "step" and r["step"] == 13] == ["7ff8000000000001"]
+
+
+def test_B38_a_run_that_is_to_stop_at_nan_stops_before_an_own_update_applies_it(directory: Path) -> None:
+    case = Case(bad={13: "loss"}, passes=1, rules={"nan": "stop"})
+    extras: dict[str, Any] = {}
+    run = open_run(directory, case, extras)
+    with pytest.raises(GaveUp, match="step 13: the loss is nan"):
+        train(run, case, extras)
+    assert run.model.w.item() == sum(range(1, 13))
+    run.close()
+    assert commits(directory)[-1].step <= 12
+
+
+def test_B38_losses_that_are_not_told_are_no_bad_ones(directory: Path) -> None:
+    life = Life(directory, Case(tells_loss=False, passes=1))
+    assert life.w == 210 and life.counted() == (20, 0) and not life.anomalies
+
+
+def test_B38_I13_three_ranks_go_back_from_an_own_update_like_one(directory: Path, tmp_path: Path) -> None:
+    case = Case(bad={13: "gradient"}, passes=2, units=3, unit=1, adam=True)
+    found = ranks(directory, case)
+    assert found["completed"] == 20 and list(skipped(directory)) == [13]
+    Life(tmp_path / "other", case)
+    end_daemon(tmp_path / "other")
+    certificate = unbroken.open(str(directory)).certify(str(tmp_path / "other"))
+    assert (certificate.grade, certificate.problems) == ("exact", [])
+
+
 @pytest.mark.parametrize("kind", ["loss", "gradient"])
 def test_B38_accumulating_two_one_bad_half_takes_the_whole_update(directory: Path, kind: str) -> None:
     life = Life(directory, Case(bad={13: kind}, units=2, unit=1))

@@ -28,7 +28,8 @@ class Case(Struct, frozen=True, kw_only=True):
 
     `bad`: batch -> "loss" (NaN), "odd" (NaN, its gradient is finite), "gradient" (NaN, the loss is finite), "huge" (a finite gradient whose
     square overflows in an optimizer's state), "spike" (a loss of 1e6) or "scaled" (an infinite gradient for a GradScaler). `unit`: only
-    this unit of the step is bad. `saves`: the loop waits for the checkpoints of these steps.
+    this unit of the step is bad. `saves`: the loop waits for the checkpoints of these steps. `passes`: of `run.update()`, with the
+    optimizer's step after each; 0 for `run.step()`.
     """
 
     bad: dict[int, str] = {}
@@ -42,6 +43,7 @@ class Case(Struct, frozen=True, kw_only=True):
     adam: bool = False
     reduce: str = "ordered"
     tells_loss: bool = True
+    passes: int = 0
     pause_s: float = 0.02
     saves: tuple[int, ...] = (10,)
 
@@ -111,17 +113,37 @@ def open_run(directory: Path | str, case: Case, extras: dict[str, Any] | None = 
     return unbroken.Run(directory, **given | options)
 
 
+def compute(run: unbroken.Run, batch: Any, case: Case) -> None:
+    """Forward and backward of this rank's units."""
+    for micro in batch:
+        loss = loss_of(run.model, micro, case)
+        if case.tells_loss:
+            micro.backward(loss)
+            continue
+        loss.backward()  # type: ignore[no-untyped-call]
+        if case.reduce == "ordered":
+            micro.backward(None)
+
+
+def update(run: unbroken.Run, batch: Any, case: Case) -> bool:
+    """The same update by the loop's own hand, as often as there are passes."""
+    parts = run._stack.parts
+    with run.update() as own:
+        for number in range(case.passes):
+            if number:
+                compute(run, batch, case)
+                own.reduce()
+            parts.optimizers[""].step()
+        parts.schedulers[""].step()
+    return True
+
+
 def train(run: unbroken.Run, case: Case, extras: dict[str, Any]) -> list[tuple[int, bool]]:
     """The rest of a run; (step, what run.step() said) of every turn of the loop."""
     seen = []
     for batch in run:
-        for micro in batch:
-            loss = loss_of(run.model, micro, case)
-            if case.tells_loss:
-                micro.backward(loss)
-            else:
-                loss.backward()  # type: ignore[no-untyped-call]
-        done = run.step(clip_grad_norm=case.clip)
+        compute(run, batch, case)
+        done = run.step(clip_grad_norm=case.clip) if not case.passes else update(run, batch, case)
         if done:
             extras["ema"].update_parameters(run.model)
         seen.append((batch.step, done))

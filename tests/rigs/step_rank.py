@@ -35,17 +35,20 @@ def stack_of(model: Any, optimizer: Any = None, *, seed: int = 0, scheduler: Any
     return Stack(parts, Streams(seed, CPU))
 
 
-def run_units(update: Update, loss_of: Loss, units: range, weights: Mapping[int, int] | None = None) -> None:
-    """Forward, backward and setting aside of these units, as Run does it; a unit of weight 0 has no samples and no loss."""
+def run_units(update: Update, loss_of: Loss, units: range, weights: Mapping[int, int] | None = None, samples: int | None = None) -> None:
+    """Forward, backward and setting aside of these units, as Run does it; a unit of weight 0 has no samples and no loss.
+
+    samples: in each unit, where its weight is another number.
+    """
     for unit in units:
         weight = (weights or {}).get(unit, 1)
         if weight == 0:
-            update.finish_unit(unit, f"{unit:032x}", 0, None)
+            update.finish_unit(unit, f"{unit:032x}", 0, None, samples)
             continue
         update.start_unit()
         loss = loss_of(unit)
-        update.backward(loss, weight, last_unit=unit if unit == units[-1] else None)
-        update.finish_unit(unit, f"{unit:032x}", weight, loss)
+        update.backward(loss, weight, samples, last_unit=unit if unit == units[-1] else None)
+        update.finish_unit(unit, f"{unit:032x}", weight, loss, samples)
 
 
 def step(

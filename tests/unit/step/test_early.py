@@ -86,6 +86,43 @@ def test_I14_a_rank_whose_last_unit_has_no_samples_sends_nothing_early() -> None
     assert all(same_bits(state, alone) for state, _ in two_steps(3, weights=weights))
 
 
+@pytest.mark.parametrize("world_size", [2, 3, 5, 7])
+def test_I14_every_pass_over_a_batch_sends_early_and_nothing_of_the_pass_before(world_size: int) -> None:
+    """Two passes with an optimizer after each, token weights of many powers of two, one of them 0."""
+    born = Tower()
+    weights = {0: 1007, 1: 3, 2: 0, 3: 4096, 4: 250}
+
+    def rank(exchange: Exchange) -> tuple[dict[str, torch.Tensor], list[int], list[float | None]]:
+        model = copy.deepcopy(born)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        update = Update(stack_of(model, optimizer), NUM_UNITS, exchange, 2 * NUM_UNITS)
+        lefts, losses = [], []
+        for _ in range(2):
+            update.begin()
+            for turn in range(2):
+                update.own("with a closure")
+                loss = loss_of(model) if turn == 0 else lambda unit: loss_of(model)(unit + 100) * 0.3
+                run_units(update, loss, blocks(NUM_UNITS, exchange.world_size)[exchange.rank], weights, samples=2)
+                lefts.append(update.reduction.num_started)
+                reduced = update.reduce(Flags())
+                update.deliver(reduced)
+                update.begin_pass()
+                update.own("yes")
+                optimizer.step()
+                losses.append(reduced.loss)
+            update.finish(reduced, True)
+        update.close()
+        return tensors_of(model), lefts, losses
+
+    ((alone, _, losses),) = all_ranks(1, rank)
+    found = all_ranks(world_size, rank)
+    assert all(same_bits(state, alone) and told == losses for state, _, told in found)
+    for number, (_, lefts, _) in enumerate(found):
+        block = blocks(NUM_UNITS, world_size)[number]
+        assert lefts[:2] == [0, 0], "rehearsals"
+        assert all((left > 0) == (len(block) > 0 and weights[block[-1]] > 0) for left in lefts[2:])
+
+
 class Again(Tower):
     """A re-entrant activation checkpoint over a layer that is used twice: its gradient is accumulated in two inner backwards."""
 

@@ -121,6 +121,64 @@ def test_I14_any_partition_gives_the_bits_of_the_tree(
         assert found == expected, f"rank {rank_index}"
 
 
+def shifted_reference(like: Sequence[torch.Tensor], step: Step, shifts: Sequence[int]) -> tuple[int, list[torch.Tensor]]:
+    """The definition with shifts: of two neighbours the one of the smaller is scaled down before they are added."""
+    found = []
+    for index, tensor in enumerate(like):
+        zero = torch.zeros(tensor.shape, dtype=sum_type(tensor.dtype))
+        row = [
+            (shift, zero if values[index] is None else values[index].to(zero.dtype))  # type: ignore[union-attr]
+            for shift, values in zip(shifts, step.values, strict=True)
+        ]
+        while len(row) > 1:
+            row = [_shifted_sum(*row[i : i + 2]) for i in range(0, len(row), 2)]
+        found.append(row[0][1])
+    return row[0][0], found
+
+
+def _shifted_sum(left: tuple[int, torch.Tensor], right: tuple[int, torch.Tensor] | None = None) -> tuple[int, torch.Tensor]:
+    if right is None:
+        return left
+    shift = max(left[0], right[0])
+    scaled = [value if own == shift else value * 2.0 ** max(own - shift, -1074) for own, value in (left, right)]
+    return shift, scaled[0] + scaled[1]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    num_units=st.integers(1, 9),
+    world_size=st.integers(1, 6),
+    bucket_bytes=st.sampled_from([1, 200, 1 << 20]),
+    seed=st.integers(0, 2**32),
+    data=st.data(),
+)
+def test_I14_sums_that_lack_a_power_of_two_are_added_exactly_in_buckets_of_any_size(
+    num_units: int, world_size: int, bucket_bytes: int, seed: int, data: st.DataObject
+) -> None:
+    """Every bucket tells the shifts of its sums; two steps, so that none may be left from the first."""
+    like = [torch.empty(shape, dtype=dtype) for dtype, shape in ((torch.float32, (65,)), (torch.float64, (3,)), (torch.bfloat16, (40,)))]
+    steps = [draw_step(like, num_units, seed + i) for i in range(2)]
+    shifts = [data.draw(st.lists(st.integers(-40, 40), min_size=num_units, max_size=num_units)) for _ in steps]
+
+    def rank(exchange: Exchange) -> list[tuple[int, list[bytes]]]:
+        reduction = OrderedReduction(like, num_units, exchange, bucket_bytes=bucket_bytes)
+        found = []
+        for step, by_unit in zip(steps, shifts, strict=True):
+            reduction.reset()
+            block = blocks(num_units, world_size)[exchange.rank]
+            for unit in block:
+                reduction.add(unit, copies(step.values[unit]), by_unit[unit])
+            reduced = reduction.reduce(RankFacts(units=facts_of(step, block), present=reduction.present))
+            found.append((reduced.shift, bits_of(results(reduction, reduced))))
+        return found
+
+    expected = []
+    for step, by_unit in zip(steps, shifts, strict=True):
+        shift, sums = shifted_reference(like, step, by_unit)
+        expected.append((shift, bits_of(sums)))
+    assert all(found == expected for found in all_ranks(world_size, rank))
+
+
 def test_I14_an_attempt_that_was_given_up_leaves_nothing_behind() -> None:
     like = [torch.empty(70), torch.empty(3, dtype=torch.float64)]
     wanted = draw_step(like, 5, 1)
