@@ -440,8 +440,9 @@ def test_the_user_is_told_that_the_rules_have_changed(directory: Path) -> None:
 
 
 def test_rules_of_another_type_are_refused(directory: Path) -> None:
-    with pytest.raises(TypeError, match=r"anomalies='skip': give unbroken\.Anomalies"):
-        open_run(directory, Case(), anomalies="skip")
+    for wrong in ("nan", 3):
+        with pytest.raises(ValueError, match=rf"anomalies={wrong!r}: give unbroken\.Anomalies"):
+            open_run(directory, Case(), anomalies=wrong)
 
 
 # -- spikes -------------------------------------------------------------------------------------------------------------------

@@ -160,7 +160,7 @@ finally:
     outcome, said = launch(script(tmp_path, body), committed)
     assert (outcome["exit_code"], outcome["restarts"], outcome["worker_exit_codes"]) == (4, 0, {"0": 4}), said
     assert "untouched True" in said
-    assert said.count("stored float32[3, 4], live float32[5, 4]") == 1, "said once, in the traceback"
+    assert said.count("stored float32[3, 4], live float32[5, 4]") >= 2, "in the traceback, and whole at the end"
     assert "LayoutMismatch" in outcome["reason"]
 
 

@@ -45,7 +45,9 @@ def run_demo(folder: Path, seed: int, ranks: int) -> dict[str, Any]:
         assert recovery["base_step"] < recovery["step"]
         assert recovery["world_size"] == ranks
     others = ("launcher", "fork server", "daemon")
-    assert (result["recovery_s"][-1]["source"], result["recovery_s"][-1]["kills"]) == ("disk", ranks + len(others))
+    power = result["recovery_s"][-1]
+    assert power["source"] == "disk"
+    assert ranks + len(others) <= power["kills"] <= 2 * ranks + len(others), "and the standby processes, if they were there yet"
     return result
 
 
