@@ -157,6 +157,9 @@ def test_B38_poison_of_an_update_of_the_loops_own_is_passed_over(directory: Path
     assert list(found) == [bad] and "makes the state non-finite" in found[bad]
     assert commits(directory)[-1].step == 20
     assert life.seen.count((bad, True)) == 2, "once as it came, once in the careful replay, and then it is passed over"
+    if "loss" in case.bad.values() or case.passes > 1:  # a loss of this very step has told
+        after = [step for step, _ in life.seen][life.seen.index((bad, True)) + 1]
+        assert after <= bad, "it is gone back from at once"
 
 
 def test_B38_a_bad_loss_that_an_own_update_holds_back_leaves_nothing_to_go_back_for(directory: Path) -> None:
