@@ -20,6 +20,7 @@ from unbroken.core.ports import failpoint
 from unbroken.keeping import Keeping
 from unbroken.opening import Opening
 from unbroken.recover.start import Counters
+from unbroken.recover.together import together
 from unbroken.step.anomalies import Action, Anomalies, Window, judge, window_of
 from unbroken.step.exchange import ExchangeFailed
 from unbroken.step.reduce import Reduced, UnitFacts, from_bits
@@ -211,9 +212,10 @@ class Guard:
         self._back = back
 
     def _poison_anywhere(self, counters: Counters, found: str = "") -> str:
-        """What is not finite in the state, as the first rank that sees any says it; one look and one small gather."""
+        """What is not finite in the state, as the first rank that sees any says it; one look and two small gathers."""
         opening = self._opening
-        told = opening.exchange.share(found or first_poison(opening.pieces(counters)), str)
+        mine = together(opening.exchange, lambda: found or first_poison(opening.pieces(counters)))  # a state_dict of the user's may raise
+        told = opening.exchange.share(mine, str)
         return next((f"{text} on rank {rank}" if not all(told) else text for rank, text in enumerate(told) if text), "")
 
     def _give_up(self, why: str) -> None:
