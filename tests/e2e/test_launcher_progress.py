@@ -87,7 +87,9 @@ def fail(step):
         assert job.outcome()["directory"] == str(tmp_path / "run")
         (killed,) = job.marks("killed")
         (recovery,) = events(tmp_path / "run", "recovery")
-        assert recovery.facts == {"attempt": 1, "rank": 2, "exit_codes": {"2": -9}, "signals": {"2": "SIGKILL"}}
+        codes = recovery.facts.pop("exit_codes")
+        assert recovery.facts == {"attempt": 1, "rank": 2, "signals": {"2": "SIGKILL"}}
+        assert codes["2"] == -9 and set(codes.values()) <= {-9, 1}, "others may have said why they end, too, before they were killed"
         assert killed["at"] < recovery.at["detect"] < recovery.at["respawn"]
         assert recovery.at["detect"] - killed["at"] < 0.5
         assert recovery.at["respawn"] - recovery.at["detect"] < 3.0
