@@ -81,7 +81,8 @@ def test_the_table_the_typed_options_and_the_config_are_one() -> None:
     defaults = configure(None, None, {})
     for setting in RUN.settings:
         if setting.name in Options.__annotations__:
-            assert getattr(defaults, setting.name) == setting.default == RunConfig.__dataclass_fields__[setting.name].default
+            meant = None if setting.default is None else setting.check(setting.default)
+            assert getattr(defaults, setting.name) == meant == getattr(RunConfig(interval=defaults.interval, resume="auto"), setting.name)
 
 
 # -- which file ----------------------------------------------------------------------------------------------------------------
@@ -133,7 +134,7 @@ def test_a_removed_working_directory_has_no_file(place: Path, monkeypatch: pytes
         ('[run]\nresume = "no"\n', """unbroken.toml:2: resume = 'no': give "auto", "must" or "never\""""),
         ("[run]\nlose_at_mots = 3\n", "unbroken.toml:2: [run] has no 'lose_at_mots': did you mean 'lose_at_most'?"),
         ('[run]\n"keep_" = 3\n', "unbroken.toml:2: [run] has no 'keep_': did you mean 'keep'?"),
-        ("[run]\nqqqqqq = 3\n", "unbroken.toml:2: [run] has no 'qqqqqq': known are keep, lose_at_most,"),
+        ("[run]\nqqqqqq = 3\n", "unbroken.toml:2: [run] has no 'qqqqqq': known are anomalies, hang_timeout, keep,"),
         ("run.keep_ = 3\n", "unbroken.toml: [run] has no 'keep_': did you mean 'keep'?"),
         ("keep = 3\n", "unbroken.toml:1: 'keep' is not known here: did you mean 'keep' in [run]?"),
         ("qqq = 3\n", "unbroken.toml:1: 'qqq' is not known here: sections are [run], [launch]"),

@@ -50,7 +50,10 @@ def test_the_launcher_is_told_where_the_run_lives(tmp_path: Path, monkeypatch: p
         assert attempt() == int(restarts)
         tell_launcher(directory)
     lines = [msgspec.json.decode(line) for line in launch.read_bytes().splitlines()]
-    assert lines == [{"directory": "/a", "attempt": 0}, {"directory": "/c d\n", "attempt": 1}]
+    assert lines == [
+        {"directory": "/a", "attempt": 0, "lineage": "main"},
+        {"directory": "/c d\n", "attempt": 1, "lineage": "main"},
+    ]
     assert opened_so_far() == [(0, "/a"), (1, "/c d\n")]
 
 
