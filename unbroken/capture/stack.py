@@ -163,6 +163,8 @@ class Stack:
             module.register_buffer(name, torch.empty(shape, dtype=tensors.DTYPES[dtype], device=self.streams.device), persistent=False)
         for place, live in (("/model/parameters", self._tensors(names.parameters)), ("/model/buffers", self._tensors(names.buffers))):
             load_into(pieces, live, pointer=place)
+        # a checkpoint holds NaN in buffers that were born with it only; a script that makes them without is made to hold it, too
+        self._born_nan |= {id(buffer) for buffer in self.buffers().values() if fault_of(buffer) == "NaN"}
         self._restore_modes(pieces)
         if "/model/extra_state" in pieces:
             live_modules = self._with_extra_state()

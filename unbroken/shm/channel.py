@@ -288,12 +288,14 @@ def _start(directory: str, lineage: str, path: str, deadline_s: float) -> Channe
 def daemon_environment() -> dict[str, str]:
     """The environment of the daemon: ours without what belongs to a rank, and with this very package on its path.
 
-    PYTHONSAFEPATH keeps files in the working directory from standing in for modules.
+    PYTHONSAFEPATH keeps files in the working directory from standing in for modules. NumPy's BLAS gets no threads of its own: they would
+    not yield to training.
     """
     env = {name: value for name, value in whole_environment().items() if not name.startswith(_FOREIGN_PREFIXES)}
     package = str(Path(unbroken.__file__).resolve().parent.parent)
     env["PYTHONPATH"] = os.pathsep.join(filter(None, (package, env.get("PYTHONPATH", ""))))
     env["PYTHONSAFEPATH"] = "1"
+    env |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     return env
 
 
