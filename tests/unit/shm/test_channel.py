@@ -205,10 +205,11 @@ def test_a_daemon_that_cannot_start_is_explained_by_its_log(runtime: Path, monke
 
 def test_the_daemon_gets_our_package_and_nothing_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "OMP_NUM_THREADS"):
-        monkeypatch.setenv(name, "1")
+        monkeypatch.setenv(name, "4")
     monkeypatch.setenv("UNBROKEN_X", "kept")
     monkeypatch.setenv("PYTHONPATH", "/somewhere")
     env = daemon_environment()
-    assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "OMP_NUM_THREADS"} & env.keys()
+    assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID"} & env.keys()
+    assert env["OMP_NUM_THREADS"] == env["OPENBLAS_NUM_THREADS"] == "1", "no threads that do not yield to training"
     assert env["UNBROKEN_X"] == "kept"
     assert env["PYTHONPATH"].endswith(":/somewhere")
