@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-BENCHES = ("reduce", "step_path")
+BENCHES = ("reduce", "step_path", "ordered")
 
 
 def main() -> None:

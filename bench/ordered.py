@@ -3,8 +3,8 @@
     python -m bench.ordered [--rounds 9] > bench/results/ordered.json
 
 Each rank is a process on Gloo over loopback, one thread each. An MLP of 25.2M parameters (101 MB of gradients), 8 samples per rank and
-step, SGD. Three arms train in turn, 4 steps each: a plain DDP loop, a Run, and a Run whose gradients wait for the end of backward.
-Times are rank 0's; ratios are of neighbouring turns.
+step, SGD. Four arms train in turn, 4 steps each: a plain DDP loop, a Run, a Run with reduce="ring" (DDP reduces), and a Run whose gradients
+wait for the end of backward. Times are rank 0's; ratios are of neighbouring turns.
 """
 
 from __future__ import annotations
@@ -60,13 +60,16 @@ def ddp(rank: int, world_size: int) -> Iterator[None]:
             optimizer.zero_grad()
 
 
-def ours(folder: str, world_size: int, total: int, *, early: bool) -> Iterator[None]:
-    """The same under a Run."""
+def ours(folder: str, world_size: int, total: int, *, early: bool = True, reduce: str = "ordered") -> Iterator[None]:
+    """The same under a Run; with "ring" DDP reduces and the Run keeps the rest."""
     model, optimizer = parts()
+    if reduce == "ring":
+        model = DistributedDataParallel(model, gradient_as_bucket_view=True, find_unused_parameters=True)
     batches = unbroken.Batches(data(world_size), global_batch=SAMPLES * world_size, seed=0)
     run = unbroken.Run(
-        folder, model=model, optimizer=optimizer, data=batches, units=world_size, lose_at_most="100000 steps", total_steps=total
-    )
+        folder, model=model, optimizer=optimizer, data=batches, units=world_size, lose_at_most="100000 steps", total_steps=total,
+        reduce=reduce,
+    )  # fmt: skip
     if not early:
         run._stepping._update._early.stop()
     for batch in run:
@@ -86,6 +89,7 @@ def rank_main(folder: str, rounds: int) -> None:
     arms = {
         "ddp": ddp(rank, world_size),
         "ordered": ours(f"{folder}/early", world_size, total, early=True),
+        "ring": ours(f"{folder}/ring", world_size, total, reduce="ring"),
         "ordered_without_overlap": ours(f"{folder}/late", world_size, total, early=False),
     }
     times: dict[str, list[float]] = {name: [] for name in arms}
@@ -104,6 +108,7 @@ def rank_main(folder: str, rounds: int) -> None:
                 "median_step_s": round(statistics.median(values), 4),
                 "median_cpu_s": round(statistics.median(cpu[name]), 4),
                 "cpu_ratio_to_ddp": _quartiles([a / b for a, b in zip(cpu[name], cpu["ddp"], strict=True)]),
+                "ratio_to_ring": _quartiles([a / b for a, b in zip(values, times["ring"], strict=True)]),
                 "ratio_to_ddp": _quartiles([a / b for a, b in zip(values, times["ddp"], strict=True)]),
             }
             for name, values in times.items()

@@ -2,7 +2,7 @@
 
     python -m bench.recovery [--trials 7] > bench/results/recovery.json
 
-Each trial is a job of its own in which rank 1 kills itself in the forward of step 12, once; trials of the two arms alternate. The clock
+Each trial is a job of its own in which rank 1 kills itself in the forward of step 62, once; trials of the two arms alternate. The clock
 starts at the victim's last line and stops when rank 0 has finished the first step after it. Both save every 5 steps.
 """
 
@@ -29,7 +29,7 @@ COMMON = """
 import os, signal, sys, time
 from pathlib import Path
 folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
-STEPS, HIT, EVERY = 20, 12, 5
+STEPS, HIT, EVERY = 70, 62, 5  # late enough that standby processes are there, as they are in a real run
 
 def strike(step):
     if step == HIT and rank == 1 and not (folder / "killed").exists():
