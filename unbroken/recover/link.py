@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from unbroken.core import errors
 from unbroken.core.errors import SaveWarning, StepLost
-from unbroken.core.limits import REPLY_TIMEOUT_S
+from unbroken.core.limits import CONNECT_TIMEOUT_S, REPLY_TIMEOUT_S
 from unbroken.core.messages import Bye, Committed, Error, Failed, Hello, Leaving, Message, Refuse, Status, StatusReply, Verdict, Welcome
 from unbroken.core.ports import Clock
 from unbroken.core.records import MAIN_LINEAGE
@@ -20,6 +20,10 @@ MAX_STEPS_NAMED = 64
 """Of the checkpoints that were not saved; the rest is counted."""
 
 M = TypeVar("M")
+
+
+ENDING_S = 0.05
+"""A daemon that does not answer any more ends within milliseconds."""
 
 
 class DaemonLost(errors.UnbrokenError):
@@ -57,10 +61,21 @@ class Link:
 
     @classmethod
     def open(cls, directory: str, hello: Hello, clock: Clock, *, start: bool, lineage: str = MAIN_LINEAGE) -> Link:
-        """Connect to the daemon of this lineage of the folder, starting it where `start`; raises what the daemon says against it."""
-        link = cls(connect(directory, start, lineage), clock)
-        link.ask(hello, Welcome)
-        return link
+        """Connect to the daemon of this lineage of the folder, starting it where `start`; raises what the daemon says against it.
+
+        One that was just ending, and has gone before it could answer, makes way for the next one.
+        """
+        deadline_s = clock.monotonic() + CONNECT_TIMEOUT_S
+        while True:
+            link = cls(connect(directory, start, lineage), clock)
+            try:
+                link.ask(hello, Welcome)
+                return link
+            except DaemonLost:
+                link.close()
+                if not start or clock.monotonic() >= deadline_s:
+                    raise
+            clock.sleep(ENDING_S)
 
     def send(self, message: Message, fds: Sequence[int] = ()) -> None:
         """Send without waiting for an answer. DaemonLost when nobody is there, or nobody has read for REPLY_TIMEOUT_S."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from unbroken.cluster.launch import GRACE_S
+from unbroken.cluster.settings import GRACE_S
 from unbroken.core.limits import (
     COLLECTIVE_TIMEOUT_S,
     HANG_FLOOR_S,

@@ -12,8 +12,9 @@ import pytest
 from tests.rigs.daemon_end import DaemonEnd, heard_on, line
 from unbroken.core import errors
 from unbroken.core.errors import SaveWarning, StepLost
-from unbroken.core.messages import Bye, Committed, Error, Failed, Message, Refuse, Slots, Status, StatusReply, Verdict
+from unbroken.core.messages import Bye, Committed, Error, Failed, Hello, Message, Refuse, Slots, Status, StatusReply, Verdict, Welcome
 from unbroken.core.os import memory_file
+from unbroken.core.ports import SystemClock
 from unbroken.recover.link import DaemonLost, Link, raise_error
 from unbroken.shm.channel import Channel
 
@@ -253,3 +254,33 @@ def test_a_link_says_goodbye_and_may_do_so_twice(ends: tuple[Link, Channel]) -> 
     link.close()
     assert heard_on(peer) == [Bye()]
     link.close()
+
+
+def test_a_daemon_that_ends_before_it_answers_makes_way_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run is started again just when the daemon of the one before has decided to end."""
+    from unbroken.recover import link as module
+
+    class Answers:
+        def __init__(self, answer: object) -> None:
+            self.answer, self.is_closed = answer, False
+
+        def send(self, *_: object) -> None:
+            pass
+
+        def receive(self, _: float) -> tuple[object, list[int]]:
+            if self.answer is None:
+                raise ConnectionError("the other end of the channel is gone")
+            return self.answer, []
+
+        def close(self) -> None:
+            self.is_closed = True
+
+    made = [Answers(None), Answers(None), Answers(Welcome(pid=1))]
+    waiting = iter(made)
+    monkeypatch.setattr(module, "connect", lambda *_: next(waiting))
+    hello = Hello(role="worker", pid=1, rank=0, world_size=1)
+    assert Link.open("/run", hello, SystemClock(), start=True)._channel is made[2]
+    assert [one.is_closed for one in made] == [True, True, False]
+    waiting = iter([Answers(None)])
+    with pytest.raises(DaemonLost):
+        Link.open("/run", hello, SystemClock(), start=False)
