@@ -275,7 +275,7 @@ def test_a_daemon_that_ends_before_it_answers_makes_way_for_the_next(monkeypatch
         def close(self) -> None:
             self.is_closed = True
 
-    made = [Answers(None), Answers(None), Answers(Welcome(pid=1))]
+    made = [Answers(None), Answers(None), Answers(Welcome(pid=1, directory="/run"))]
     waiting = iter(made)
     monkeypatch.setattr(module, "connect", lambda *_: next(waiting))
     hello = Hello(role="worker", pid=1, rank=0, world_size=1)
