@@ -161,12 +161,12 @@ THREADS = """Thread 0x00007f (most recent call first):
 
 Current thread 0x00007e (most recent call first):
   File "{innermost}", line 12 in wait
-  File "/work/train.py", line 3 in main
+  File "/srv/train.py", line 3 in main
 """
 
 
 def test_the_main_thread_is_the_last_one() -> None:
-    assert main_frames(THREADS.format(innermost="/a b/x.py")) == ["/a b/x.py", "/work/train.py"]
+    assert main_frames(THREADS.format(innermost="/a b/x.py")) == ["/a b/x.py", "/srv/train.py"]
     assert main_frames('nonsense\n  File "half') == []
 
 
@@ -177,8 +177,8 @@ def test_the_main_thread_is_the_last_one() -> None:
         ("/usr/lib/python3.11/bdb.py", True),
         ("/site-packages/_pydevd_bundle/pydevd_frame.py", True),
         ("/site-packages/IPython/core/debugger.py", True),
-        ("/work/model.py", False),
-        ("/work/my_pdb.py", False),
+        ("/srv/model.py", False),
+        ("/srv/my_pdb.py", False),
     ],
 )
 def test_a_prompt_is_seen_in_the_stacks(file: str, typing: bool) -> None:
@@ -187,7 +187,7 @@ def test_a_prompt_is_seen_in_the_stacks(file: str, typing: bool) -> None:
 
 def test_ranks_in_a_collective_of_the_users_own_wait_for_the_one_that_is_not() -> None:
     waits = THREADS.format(innermost="/site-packages/torch/distributed/distributed_c10d.py")
-    works = THREADS.format(innermost="/work/model.py")
+    works = THREADS.format(innermost="/srv/model.py")
     assert blamed((0, 1, 2), {0: waits, 1: works, 2: waits}) == (1,)
     assert blamed((0, 1), {0: waits, 1: waits}) == (0, 1)
     assert blamed((0, 1), {}) == (0, 1)
