@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 
 import torch
@@ -51,6 +52,21 @@ def failure_of(exchange: Exchange, scatter: bool) -> tuple[float, str]:
     return -1.0, ""
 
 
+def beside_a_gather(exchange: Exchange) -> tuple[list[int], bool]:
+    """What `share` gives while a gather in another thread still waits for rank 2, which begins it later; and that gather's own result."""
+    own, got = torch.full((1000,), float(exchange.rank)), []
+    lane = threading.Thread(target=lambda: got.append(exchange.as_connected().gather(own)))
+    if exchange.rank != 2:
+        lane.start()
+        time.sleep(0.2)  # it has sent what is its own: nothing can be seen of that
+    shared = exchange.share(exchange.rank * 7, int)
+    if exchange.rank == 2:
+        lane.start()
+    lane.join(30)
+    wanted = torch.arange(3.0).repeat_interleave(1000)
+    return shared, bool(got) and torch.equal(got[0], wanted)
+
+
 def wait_for_others(rank: int, name: str) -> None:
     """Until the other two are in their collective, or about to be."""
     store = dist.distributed_c10d._get_default_store()
@@ -70,6 +86,7 @@ def main() -> None:
     exchange.connect("start")
     out["reduced"] = reduced(exchange)
     out["shared"] = exchange.share({"rank": exchange.rank, "text": "ü" * 10 ** (2 * exchange.rank)}, dict[str, int | str])
+    out["beside"] = beside_a_gather(exchange)
     failed = []
     for round_number, scatter in enumerate((True, False)):
         wait_for_others(exchange.rank, f"round{round_number}")

@@ -68,7 +68,7 @@ class ThreadExchange(Exchange):
         assert [part.numel() for part in arrived] == received, "what arrives is what was expected"
         return torch.cat(arrived) if out is None else torch.cat(arrived, out=out)
 
-    def gather(self, part: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    def gather(self, part: torch.Tensor, out: torch.Tensor | None = None, *, aside: bool = False) -> torch.Tensor:
         parts = self._swap(part, torch.Tensor.clone)
         assert len({(p.dtype, p.numel()) for p in parts}) == 1, "all parts are equally long"
         return torch.cat(parts) if out is None else torch.cat(parts, out=out)

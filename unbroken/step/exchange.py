@@ -83,15 +83,18 @@ class Exchange:
         self._wait("exchange.scatter", lambda group: [group.alltoall_base(out, frames, received, sent)])
         return out
 
-    def gather(self, part: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """All-gather of equally long parts into one flat tensor, `out` if given, in rank order."""
+    def gather(self, part: torch.Tensor, out: torch.Tensor | None = None, *, aside: bool = False) -> torch.Tensor:
+        """All-gather of equally long parts into one flat tensor, `out` if given, in rank order.
+
+        aside: this one may run beside one that is not, in another thread, and must not take in what belongs to it.
+        """
         if self.world_size == 1:
             return part
         out = torch.empty(part.numel() * self.world_size, dtype=part.dtype, device=part.device) if out is None else out
-        self._wait("exchange.gather", lambda group: self._start_gather(group, part, out))
+        self._wait("exchange.gather", lambda group: self._start_gather(group, part, out, aside))
         return out
 
-    def _start_gather(self, group: Any, part: torch.Tensor, out: torch.Tensor) -> list[Any]:
+    def _start_gather(self, group: Any, part: torch.Tensor, out: torch.Tensor, aside: bool) -> list[Any]:
         """On Gloo from rank to rank: its own all-gather goes through two more copies of everything (5 times the processor time)."""
         if self.device.type == "cuda":
             return [group._allgather_base(out, part)]
@@ -99,20 +102,24 @@ class Exchange:
         works = []
         for distance in range(1, len(parts)):
             to, source = (self.rank + distance) % self.world_size, (self.rank - distance) % self.world_size
-            works += [group.recv([parts[source]], source, distance), group.send([part], to, distance)]
+            tag = distance + aside * self.world_size
+            works += [group.recv([parts[source]], source, tag), group.send([part], to, tag)]
         if parts:
             parts[self.rank].copy_(part)
         return works
 
     def share(self, value: Any, as_type: Any) -> list[Any]:
-        """Every rank's JSON-able `value`, in rank order. For start and recovery, not for the step path."""
+        """Every rank's JSON-able `value`, in rank order. For start and recovery, not for the step path.
+
+        Gradients of a step that the loop has left may still be on their way meanwhile.
+        """
         data = msgspec.json.encode(value)
         if self.world_size == 1:
             return [msgspec.json.decode(data, type=as_type)]
-        sizes = self.gather(torch.tensor([len(data)], dtype=torch.int64, device=self.device)).tolist()
+        sizes = self.gather(torch.tensor([len(data)], dtype=torch.int64, device=self.device), aside=True).tolist()
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        parts = self.gather(padded.to(self.device)).cpu().view(self.world_size, -1)
+        parts = self.gather(padded.to(self.device), aside=True).cpu().view(self.world_size, -1)
         return [msgspec.json.decode(bytes(parts[r, : sizes[r]].numpy()), type=as_type) for r in range(self.world_size)]
 
     def _wait(self, name: str, start: Callable[[Any], list[Any]]) -> None:

@@ -32,6 +32,11 @@ def test_shares_of_different_lengths_arrive_whole_and_in_rank_order(told: list[d
     assert all(rank["shared"] == expected for rank in told)
 
 
+def test_I8_what_ranks_tell_each_other_does_not_meet_gradients_that_are_still_on_their_way(told: list[dict[str, Any]]) -> None:
+    """A loop that was left with buckets under way begins again, and asks all ranks something first."""
+    assert [rank["beside"] for rank in told] == [[[0, 7, 14], True]] * 3
+
+
 @pytest.mark.parametrize("collective", [0, 1])
 def test_I11_a_rank_that_abandons_the_group_is_seen_by_the_others_at_once(told: list[dict[str, Any]], collective: int) -> None:
     for number, rank in enumerate(told):
