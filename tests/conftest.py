@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,23 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if name.startswith(LAUNCHERS_TRACES):
             monkeypatch.delenv(name)
+
+
+@pytest.fixture(scope="module")
+def runtime() -> Iterator[None]:
+    """A short path for sockets, whatever pytest's own folders are called."""
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="ub") as base:
+        patch.setenv("XDG_RUNTIME_DIR", base)
+        yield
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Iterator[Path]:
+    """A run's folder, not made yet; its daemon ends with the test."""
+    from tests.rigs.tiny_run import end_daemon  # imports torch, which most tests do not need
+
+    yield tmp_path / "run"
+    end_daemon(tmp_path / "run")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -187,7 +187,7 @@ class Store:
         staging = self._buffer()
         try:
             parts = staging.copy(items)
-        except BaseException:  # raised again
+        except BaseException:  # raised again: whatever it was, the staging memory must not stay taken
             self._give_back(staging)
             raise
         loaded_root = self._loaded.state_root if self._loaded is not None else ""

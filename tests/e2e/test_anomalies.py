@@ -7,7 +7,6 @@ import math
 import os
 import re
 import signal
-import tempfile
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,18 +28,7 @@ from unbroken.core.errors import GaveUp
 WITHOUT_13 = 210 - 13
 
 
-@pytest.fixture(scope="module", autouse=True)
-def runtime() -> Iterator[None]:
-    """A short path for sockets, whatever pytest's own folders are called."""
-    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="ub") as base:
-        patch.setenv("XDG_RUNTIME_DIR", base)
-        yield
-
-
-@pytest.fixture
-def directory(tmp_path: Path) -> Iterator[Path]:
-    yield tmp_path / "run"
-    end_daemon(tmp_path / "run")
+pytestmark = pytest.mark.usefixtures("runtime")
 
 
 class Life:

@@ -114,7 +114,7 @@ def test_B37_somebody_at_a_debuggers_prompt_is_no_hang(tmp_path: Path, root: str
     directory = tmp_path / "run"
     process = start(directory, how="pdb", rank=0, places={"unit": 4}, timeout="1s")
     wait_until(lambda: Path(f"{directory}.struck.0.unit").exists(), 60, "the prompt")
-    time.sleep(4)
+    time.sleep(4)  # an alarm would come after 1 s: that nothing comes has no condition to wait for
     assert process.poll() is None
     code, out, err = finish_with(process, "c\n")
     assert code == 0, err
@@ -135,7 +135,7 @@ def test_B37_a_job_that_was_stopped_as_a_whole_goes_on_when_it_is_continued(tmp_
     assert len(ranks) == 3
     for pid in ranks:
         os.kill(pid, signal.SIGSTOP)
-    time.sleep(5)
+    time.sleep(5)  # as above, with 2 s
     for pid in ranks:
         os.kill(pid, signal.SIGCONT)
     code, out, err = finish(process)

@@ -6,9 +6,8 @@ import json
 import math
 import os
 import signal
-import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +22,7 @@ from unbroken.loggers import Row, RunInfo
 STEPS = 6
 
 
-@pytest.fixture(scope="module", autouse=True)
-def runtime() -> Iterator[None]:
-    """A short path for sockets, whatever pytest's own folders are called."""
-    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="ub") as base:
-        patch.setenv("XDG_RUNTIME_DIR", base)
-        yield
-
-
-@pytest.fixture
-def directory(tmp_path: Path) -> Iterator[Path]:
-    yield tmp_path / "run"
-    end_daemon(tmp_path / "run")
+pytestmark = pytest.mark.usefixtures("runtime")
 
 
 def train(directory: Path, steps: int, log: Callable[[unbroken.Run], None] = lambda run: None, **options: Any) -> unbroken.Run:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +18,7 @@ from unbroken.core.errors import Refused
 STEPS = 3
 
 
-@pytest.fixture(scope="module", autouse=True)
-def runtime() -> Iterator[None]:
-    """A short path for sockets, whatever pytest's own folders are called."""
-    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="ub") as base:
-        patch.setenv("XDG_RUNTIME_DIR", base)
-        yield
-
-
-@pytest.fixture
-def directory(tmp_path: Path) -> Iterator[Path]:
-    yield tmp_path / "run"
-    end_daemon(tmp_path / "run")
+pytestmark = pytest.mark.usefixtures("runtime")
 
 
 def train(run: unbroken.Run) -> dict[str, bytes]:

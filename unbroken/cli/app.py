@@ -48,7 +48,7 @@ def main() -> None:
         code = app(standalone_mode=False)
     except typer.Abort:
         sys.exit(1)
-    except Exception as error:
+    except Exception as error:  # raised again, unless it is a usage error
         text = getattr(error, "format_message", None)  # click's class of a usage error, whose place depends on typer's version
         if text is None:
             raise

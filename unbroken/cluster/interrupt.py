@@ -40,7 +40,7 @@ class Interrupt:
         self.hold()
         try:
             yield
-        except BaseException:  # raised again
+        except BaseException:  # raised again: an interrupt that has waited must not be lost with it
             self.let_go()
             raise
         if not after_success:

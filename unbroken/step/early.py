@@ -13,10 +13,10 @@ import torch
 class EarlyStart:
     """Watches the gradients of a rank's last unit and starts each bucket, in order, when its last gradient has been accumulated.
 
-    take(index): called with each gradient that is final, if given; start(bucket): the bucket is complete. Cost: a Python call per
-    parameter and backward, about 1 us. The first backward in each pass over a batch is a rehearsal: nothing leaves, and where a gradient
-    comes twice in it (re-entrant activation checkpoints), nothing ever will. A parameter with hooks of the user's own, which may still
-    change its gradient, holds its bucket back until the end of backward; so does one that gets no gradient.
+    take(index): called with each gradient that is final, if given; start(bucket): the bucket is complete. Cost: 0.6 us per parameter in a
+    watched backward, 0.2 us in any other. The first backward in each pass over a batch is a rehearsal: nothing leaves, and where a
+    gradient comes twice in it (re-entrant activation checkpoints), nothing ever will. A parameter with hooks of the user's own, which
+    may still change its gradient, holds its bucket back until the end of backward; so does one that gets no gradient.
     """
 
     def __init__(
