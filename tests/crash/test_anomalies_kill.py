@@ -68,12 +68,13 @@ WINDOW = [
 @pytest.mark.parametrize(
     ("case", "faults"),
     [
-        (Case(bad={7: "loss", 13: "gradient", 15: "gradient"}, units=3, unit=1, adam=True), POISON),
+        (Case(bad={7: "loss", 13: "gradient", 15: "gradient"}, units=3, unit=1, adam=True, asks=(15,)), POISON),
         (
             Case(
                 bad={13: "spike"},
                 units=3,
                 adam=True,
+                asks=(16,),
                 spike={"action": "rollback", "threshold": 100.0, "window": 6, "warmup": 4, "back": 3, "ahead": 2},
             ),
             WINDOW,

@@ -28,8 +28,8 @@ class Case(Struct, frozen=True, kw_only=True):
 
     `bad`: batch -> "loss" (NaN), "odd" (NaN, its gradient is finite), "gradient" (NaN, the loss is finite), "huge" (a finite gradient whose
     square overflows in an optimizer's state), "spike" (a loss of 1e6) or "scaled" (an infinite gradient for a GradScaler). `unit`: only
-    this unit of the step is bad. `saves`: the loop waits for the checkpoints of these steps. `passes`: of `run.update()`, with the
-    optimizer's step after each; 0 for `run.step()`.
+    this unit of the step is bad. `saves`: the loop waits for the checkpoints of these steps. `asks`: it asks for those of these.
+    `passes`: of `run.update()`, with the optimizer's step after each; 0 for `run.step()`.
     """
 
     bad: dict[int, str] = {}
@@ -46,6 +46,7 @@ class Case(Struct, frozen=True, kw_only=True):
     passes: int = 0
     pause_s: float = 0.02
     saves: tuple[int, ...] = (10,)
+    asks: tuple[int, ...] = ()
 
 
 class Bad(torch.autograd.Function):
@@ -149,6 +150,8 @@ def train(run: unbroken.Run, case: Case, extras: dict[str, Any]) -> list[tuple[i
         seen.append((batch.step, done))
         if done and batch.step in case.saves:
             run.save(wait=True)
+        if done and batch.step in case.asks:
+            run.save()
         SystemClock().sleep(case.pause_s)  # the daemon shall not fall behind
     return seen
 

@@ -139,6 +139,7 @@ def main() -> None:
         for micro in batch:
             if is_struck("unit", mark):
                 strike()
+                time.sleep(1 if ASKED["how"] == "stop" else 0)  # on being woken up it shall not be far away at once
             micro.backward(loss_of(model, micro))
         assert run.step()
         if is_struck("eval", mark):

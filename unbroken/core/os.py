@@ -297,6 +297,16 @@ def heed_watchdog(fd: int) -> None:
     libc.signal(HANG_EXIT_CODE, ctypes.cast(libc._exit, ctypes.c_void_p))  # a handler is called with its signal's number
 
 
+def ask_for_stacks(pid: int) -> None:
+    """Make the main thread of a process that heeds a watchdog write all stacks; nothing happens to one that does not, or has gone.
+
+    To that thread, not to the process: when one that was stopped is continued, any thread may take a signal that was sent to the
+    process, and the main thread would have gone on by then.
+    """
+    if process_facts(pid).catches(DUMP_SIGNAL):
+        ctypes.CDLL(None).tgkill(pid, pid, DUMP_SIGNAL)
+
+
 def ignore_watchdog(fd: int) -> None:
     """Neither signal does anything any more, if they were heeded for this descriptor last."""
     if _heeded != [fd]:

@@ -18,7 +18,7 @@ from unbroken.core.errors import UnbrokenError, describe
 from unbroken.core.limits import DUMP_WAIT_S, END_WAIT_S, HANG_PATIENCE, HEARTBEAT_S, LOOK_GAP, MAX_DESCRIPTION_CHARS, MIN_HANG_TIMEOUT_S
 from unbroken.core.messages import Watch
 from unbroken.core.messages import Watched as Answer
-from unbroken.core.os import DUMP_SIGNAL, HANG_EXIT_CODE, descendants, process_facts, say_for
+from unbroken.core.os import HANG_EXIT_CODE, ask_for_stacks, descendants, process_facts, say_for
 from unbroken.core.ports import Clock
 from unbroken.core.records import EventRecord
 from unbroken.daemon.board import Board
@@ -30,8 +30,8 @@ from unbroken.shm.server import Client
 MAX_LOADERS = 8
 """Of a rank's child processes, whose stacks are taken down when it waits for data."""
 
-WAKE_S = 0.03
-"""A rank that was stopped runs for so long in order to write its stacks."""
+WAKE_S = 0.01
+"""A rank that was stopped is woken up to write its stacks; when it has written nothing more for so long, it is done."""
 
 MAX_SAID_BYTES = 3000
 """Of stacks on a rank's own standard error: less than a pipe takes at once."""
@@ -91,7 +91,7 @@ class Watchdog:
         if not self._watched:
             return HEARTBEAT_S
         shortest = min((w.timeout_s for w in self._watched.values() if w.timeout_s is not None), default=HEARTBEAT_S * 4)
-        return min(HEARTBEAT_S, shortest / 4, DUMP_WAIT_S / 4 if self._sounding is not None else HEARTBEAT_S)
+        return min(HEARTBEAT_S, shortest / 4, WAKE_S if self._sounding is not None else HEARTBEAT_S)
 
     def answer(self, client: Client, message: Watch) -> None:
         """Watch a rank from now on, and give it its page. What it learned in an earlier life in a world of this size still holds."""
@@ -156,14 +156,14 @@ class Watchdog:
     def _sound(self, reason: str, ranks: Sequence[int], views: Sequence[View]) -> Generator[float, None, None]:
         """Take down stacks, report, end the group; yields how long to wait for others in between."""
         pages = {view.rank: self._watched[view.rank] for view in views}
-        stopped = [pages[view.rank].pid for view in views if view.is_stopped]
         for watched in pages.values():
-            _ask_for_stacks(watched, watched.pid)
-        if stopped:  # what is pending is handled first when they wake up; then they stop again, as somebody wanted it
-            _send(signal.SIGCONT, *stopped)
-            yield WAKE_S
-            _send(signal.SIGSTOP, *stopped)
+            watched.page.ask()
+            ask_for_stacks(watched.pid)
         yield DUMP_WAIT_S
+        stopped = [view.rank for view in views if view.is_stopped]
+        if stopped:  # what is pending is handled first when they wake up; stopping them once more could be for good, if they end now
+            _send(signal.SIGCONT, *(pages[rank].pid for rank in stopped))
+            yield from self._until_written(stopped)
         own = {rank: watched.page.stacks() for rank, watched in pages.items() if rank in self._watched}
         typing = [rank for rank in ranks if is_typing(own.get(rank, ""))]
         by_rank = {view.rank: view for view in views}
@@ -179,7 +179,8 @@ class Watchdog:
         for rank in ranks:
             if by_rank[rank].reading.phase == Phase.DATA:
                 for child in descendants(pages[rank].pid)[:MAX_LOADERS]:
-                    _ask_for_stacks(pages[rank], child)
+                    pages[rank].page.ask()
+                    ask_for_stacks(child)
                     yield DUMP_WAIT_S / 2
                     if rank in self._watched:
                         stacks[f"process {child}, started by rank {rank}"] = pages[rank].page.stacks() or _silent(child)
@@ -188,6 +189,16 @@ class Watchdog:
         self._slow = step, self._slow[1] + 1 if step == self._slow[0] else 1
         alarm = Alarm(guilty, step, reason, stacks, own)
         yield from self._end(alarm, self._report(alarm))
+
+    def _until_written(self, ranks: Sequence[int]) -> Generator[float, None, None]:
+        """Until these have written their stacks, as far as they do in DUMP_WAIT_S: on a busy host a process is not woken at once."""
+        before = [""]
+        for _ in range(round(DUMP_WAIT_S / WAKE_S)):
+            yield WAKE_S
+            now = [self._watched[rank].page.stacks() for rank in ranks if rank in self._watched]
+            if all(now) and now == before:
+                return
+            before = now
 
     def _report(self, alarm: Alarm) -> str:
         """Where the stacks are, in words."""
@@ -220,12 +231,6 @@ class Watchdog:
         yield END_WAIT_S
         living = list(map(id, self._watched.values()))  # by now others may have come in their place
         _send(signal.SIGKILL, *(watched.pid for watched in doomed if id(watched) in living))
-
-
-def _ask_for_stacks(watched: Watched, pid: int) -> None:
-    watched.page.ask()
-    if process_facts(pid).catches(DUMP_SIGNAL):
-        _send(DUMP_SIGNAL, pid)
 
 
 def _send(sig: int, *pids: int) -> None:
