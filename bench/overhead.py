@@ -1,19 +1,22 @@
 """What keeping a run costs while it trains: ours with everything on against plain training and against torch's own checkpoints.
 
-    python -m bench.overhead [--rounds 7] [--others] > bench/results/overhead.json
+    python -m bench.overhead [--rounds 15] [--others] > bench/results/overhead.json
 
-One process, a 58.9M-parameter GPT in fp32 under AdamW (706 MB of state), a snapshot every 10 steps. All arms train in turn, 20 steps
-each with snapshots at the 5th and the 15th, so that what an arm does in the background falls into its own time; what is still going on
-at the end of a turn is waited for and reported, not counted. Ratios are of neighbouring turns.
+One process, a 58.9M-parameter GPT in fp32 under AdamW (706 MB of state), a snapshot every 10 steps. All arms train in turn, 10 steps
+each with a snapshot after the 3rd, so that what an arm does in the background falls into its own time; what is still going on at the
+end of a turn is waited for and reported, not counted. Ratios are of neighbouring turns: short turns, because other guests of a host
+come and go within minutes.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import shutil
+import socket
 import statistics
 import subprocess
 import sys
@@ -27,12 +30,14 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.utils.data import Dataset
 
 import unbroken
 from unbroken.demo.model import ByteGPT
 
-STEPS, EVERY, OFFSET = 20, 10, 5
+EVERY, OFFSET = 10, 7
 BATCH, CONTEXT = 2, 128
 THREADS = 2
 
@@ -58,21 +63,21 @@ def plain(save: Callable[[Any, int], float] | None = None, settle: Callable[[], 
     """A loop without Run; `save(state, step)` every 10 steps, seconds that it blocked."""
     model, optimizer = parts()
     data, step = Tokens(), 0
-    turn, blocked, began = 0, [], time.perf_counter()
+    blocked, began = 0.0, time.perf_counter()
     while True:
-        if step % STEPS == OFFSET:
+        if step % EVERY == OFFSET:
             took = time.perf_counter() - began
             before_settle = time.perf_counter()
             settle()
-            yield {"seconds": took, "backlog_s": time.perf_counter() - before_settle, "blocked_s": statistics.median(blocked or [0.0])}
-            turn, blocked, began = turn + 1, [], time.perf_counter()
+            yield {"seconds": took, "backlog_s": time.perf_counter() - before_settle, "blocked_s": blocked}
+            began = time.perf_counter()
         x, y = (torch.stack(column) for column in zip(*(data[step * BATCH + i] for i in range(BATCH)), strict=True))
         model(x, y).backward()
         optimizer.step()
         optimizer.zero_grad()
         step += 1
         if save is not None and step % EVERY == 0:
-            blocked.append(save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, step))
+            blocked = save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, step)
 
 
 def ours(folder: Path) -> Iterator[dict[str, float]]:
@@ -84,7 +89,7 @@ def ours(folder: Path) -> Iterator[dict[str, float]]:
     )  # fmt: skip
     began = time.perf_counter()
     for batch in run:
-        if run.completed % STEPS == OFFSET:
+        if run.completed % EVERY == OFFSET:
             took = time.perf_counter() - began
             before_settle = time.perf_counter()
             while run._opening.phase() != "idle":
@@ -116,9 +121,18 @@ def others(folder: Path) -> dict[str, Iterator[dict[str, float]]]:
         shutil.rmtree(folder / name, ignore_errors=True)
         return str(folder / name)
 
-    def asynchronous(state: Any, step: int) -> None:
-        settle()
-        pending.append(dcp.async_save(state, checkpoint_id=place("async")))
+    def asynchronous(name: str, **how: Any) -> Callable[[Any, int], None]:
+        def save(state: Any, step: int) -> None:
+            settle()
+            pending.append(dcp.async_save(state, checkpoint_id=place(name), **how))
+
+        return save
+
+    on_cpu = {"use_pinned_memory": False, "use_async_staging": False, "use_non_blocking_copy": False}
+    in_thread = DefaultStager(StagingOptions(use_shared_memory=False, **on_cpu))
+    in_process = DefaultStager(StagingOptions(use_shared_memory=True, **on_cpu))
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1)  # the process that DCP writes in wants one
 
     def torch_save(state: Any, step: int) -> None:
         with open(folder / "torch.pt", "wb") as file:
@@ -127,15 +141,28 @@ def others(folder: Path) -> dict[str, Iterator[dict[str, float]]]:
 
     return {
         "dcp_sync": plain(timed(lambda state, step: dcp.save(state, checkpoint_id=place("sync")))),
-        "dcp_async": plain(timed(asynchronous), settle),
+        "dcp_async": plain(timed(asynchronous("async")), settle),
+        "dcp_stager": plain(timed(asynchronous("stager", async_stager=in_thread)), settle),
+        "dcp_process": plain(
+            timed(asynchronous("process", async_stager=in_process, async_checkpointer_type=AsyncCheckpointerType.PROCESS)), settle
+        ),
         "torch_save": plain(timed(torch_save)),
     }
 
 
 def interval(values: list[float]) -> list[float]:
-    """Distribution-free interval around the median: of 7 values the second and the sixth hold it with 87 %, of 9 with 96 %."""
-    ordered = sorted(values)
-    return [ordered[1], ordered[-2]] if len(ordered) > 4 else [ordered[0], ordered[-1]]
+    """Distribution-free interval that holds the median with at least 95 %, or all there is."""
+    ordered, num = sorted(values), len(values)
+    outside, rank = 0.0, 0  # the chance that the median lies beyond the rank-th value, on both sides
+    while rank < num // 2 and outside + 2 * math.comb(num, rank) / 2**num <= 0.05:
+        outside, rank = outside + 2 * math.comb(num, rank) / 2**num, rank + 1
+    return [ordered[max(0, rank - 1)], ordered[min(num - 1, num - rank)]]
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
 def daemon_cpu_s(folder: Path) -> float:
@@ -149,7 +176,7 @@ def daemon_cpu_s(folder: Path) -> float:
 def main() -> None:
     """Print one JSON document."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--others", action="store_true")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -180,7 +207,7 @@ def measure(base: Path, rounds: int, with_others: bool) -> dict[str, Any]:
     for name, told in turns.items():
         ratios = [a["seconds"] / b["seconds"] for a, b in zip(turns["plain"], told, strict=True)]
         found[name] = {
-            "step_s": statistics.median(t["seconds"] for t in told) / STEPS,
+            "step_s": statistics.median(t["seconds"] for t in told) / EVERY,
             "throughput_ratio": {"median": statistics.median(ratios), "interval": interval(ratios), "all": ratios},
             "backlog_s": statistics.median(t["backlog_s"] for t in told),
         }
@@ -190,7 +217,7 @@ def measure(base: Path, rounds: int, with_others: bool) -> dict[str, Any]:
         "blocked_s": statistics.median(c["stall_s"] for c in captured),
         "capture_s": statistics.median(c["capture_s"] for c in captured),
         "snapshot_bytes": captured[-1]["size_bytes"],
-        "daemon_cpu_s_per_snapshot": cpu_s / max(1, rounds * STEPS // EVERY),
+        "daemon_cpu_s_per_snapshot": cpu_s / rounds,
     }
     return {
         "command": f"python -m bench.overhead --rounds {rounds}{' --others' if with_others else ''}",
@@ -198,7 +225,7 @@ def measure(base: Path, rounds: int, with_others: bool) -> dict[str, Any]:
             "cpus": os.cpu_count(), "machine": platform.machine(), "python": platform.python_version(), "torch": torch.__version__,
             "load_before": os.getloadavg()[0], "commit": _commit(),
         },
-        "steps_per_turn": STEPS, "snapshot_every": EVERY, "wall_s": wall_s, "arms": found,
+        "steps_per_turn": EVERY, "snapshot_every": EVERY, "wall_s": wall_s, "arms": found,
     }  # fmt: skip
 
 

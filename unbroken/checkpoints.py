@@ -37,7 +37,6 @@ from unbroken.store.tiers.disk import DiskTier, local_path
 if TYPE_CHECKING:
     from unbroken.capture.tree import Item
 
-_ALIGN_BYTES = 64
 _NUM_BUFFERS = 2
 _MAX_STEP = 10**12 - 1
 
@@ -56,18 +55,17 @@ class _Staging:
 
     def copy(self, items: Sequence[Item]) -> list[Part]:
         """All items' bytes as they are now. Cost: one pass at memory bandwidth."""
+        from unbroken.capture.freeze import places
         from unbroken.capture.tree import write_item
 
-        sizes = [item.nbytes for item in items]
-        total = sum(-(-size // _ALIGN_BYTES) * _ALIGN_BYTES for size in sizes)
+        *starts, total = places([item.nbytes for item in items])
         if self._memory is None or len(self._memory) < total:
             self._memory = mmap.mmap(-1, max(total, mmap.PAGESIZE))
-        view, offset, parts = memoryview(self._memory), 0, []
-        for item, size in zip(items, sizes, strict=True):
-            place = view[offset : offset + size]
+        view, parts = memoryview(self._memory), []
+        for item, start in zip(items, starts, strict=True):
+            place = view[start : start + item.nbytes]
             write_item(item, place)
             parts.append(Part(item.piece, place))
-            offset += -(-size // _ALIGN_BYTES) * _ALIGN_BYTES
         return parts
 
 

@@ -9,19 +9,31 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from unbroken.capture.tree import Item, write_item
+from unbroken.core.limits import SMALL_PIECE_BYTES
 from unbroken.core.ports import failpoint
 from unbroken.core.records import Placed, SlotIndex
 from unbroken.shm.slots import Slot, slot_bytes
 
-_ALIGN = 64
+_LINE_BYTES, _PAGE_BYTES = 64, 4096
+
+
+def places(sizes: Sequence[int]) -> list[int]:
+    """Where items of these sizes in bytes start, and where the last one ends.
+
+    Each at a multiple of 64 bytes, large ones of 4096: a disk can take those from where they are.
+    """
+    starts, end = [], 0
+    for size in sizes:
+        start = end + -end % (_PAGE_BYTES if size > SMALL_PIECE_BYTES else _LINE_BYTES)
+        starts.append(start)
+        end = start + size
+    return [*starts, end]
 
 
 def plan_slot(items: Sequence[Item], *, generation: int, step: int, rank: int, world_size: int, milestone: bool) -> SlotIndex:
-    """Give every item its place in the data area, each at a multiple of 64 bytes."""
-    placed, offset = [], 0
-    for item in items:
-        placed.append(Placed(piece=item.piece, offset=offset, size_bytes=item.nbytes))
-        offset += (item.nbytes + _ALIGN - 1) // _ALIGN * _ALIGN
+    """Give every item its place in the data area."""
+    starts = places([item.nbytes for item in items])
+    placed = [Placed(piece=item.piece, offset=start, size_bytes=item.nbytes) for item, start in zip(items, starts, strict=False)]
     return SlotIndex(generation=generation, step=step, rank=rank, world_size=world_size, milestone=milestone, pieces=tuple(placed))
 
 

@@ -9,7 +9,7 @@ from unbroken.capture.freeze import freeze, needed_bytes, plan_slot
 from unbroken.capture.stack import Stack
 from unbroken.capture.tree import Item
 from unbroken.core.errors import SaveWarning, UnbrokenError
-from unbroken.core.limits import NUM_SLOTS
+from unbroken.core.limits import NUM_SLOTS, SMALL_PIECE_BYTES
 from unbroken.core.messages import NeedSlots, Ready, Slots
 from unbroken.core.ports import Clock, failpoint
 from unbroken.recover.link import Link
@@ -103,8 +103,13 @@ class Snapshots:
 
 def expected_bytes(stack: Stack, items: list[Item]) -> int:
     """Size to reserve before the first step: what is there now, and two moments per parameter where an optimizer has none yet."""
-    size = sum(i.nbytes + 512 for i in items) + (1 << 20)
+    size = sum(_placed_bytes(i.nbytes) for i in items) + (1 << 20)
     for optimizer in stack.parts.optimizers.values():
         if not optimizer.state:
-            size += 2 * sum(p.numel() * p.element_size() + 1024 for g in optimizer.param_groups for p in g["params"])
+            size += 2 * sum(_placed_bytes(p.numel() * p.element_size()) + 512 for g in optimizer.param_groups for p in g["params"])
     return size
+
+
+def _placed_bytes(size_bytes: int) -> int:
+    """At most what a piece of this size takes up in a slot with its place in the index, the gap before it included."""
+    return size_bytes + 512 + (4096 if size_bytes > SMALL_PIECE_BYTES else 0)

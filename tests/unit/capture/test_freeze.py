@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from unbroken.capture.freeze import freeze, needed_bytes, plan_slot
+from unbroken.capture.freeze import freeze, needed_bytes, places, plan_slot
 from unbroken.capture.tree import Item, flatten, rebuild
+from unbroken.core.limits import SMALL_PIECE_BYTES
 from unbroken.core.os import memory_file
 from unbroken.core.ports import arm
 from unbroken.core.records import SlotIndex
@@ -51,6 +52,10 @@ def test_I4_a_frozen_slot_is_ready_and_holds_what_was_frozen(slot: Slot) -> None
     assert found.keys() == STATE.keys()
     assert all(torch.equal(found[key], STATE[key]) for key in ("w", "t", "half", "none"))
     assert (found["text"], found["list"]) == (STATE["text"], STATE["list"])
+
+
+def test_large_pieces_start_a_page() -> None:
+    assert places([10, 64, SMALL_PIECE_BYTES, SMALL_PIECE_BYTES + 1, 0, 5]) == [0, 64, 128, 69_632, 135_232, 135_232, 135_237]
 
 
 def test_pieces_lie_apart_at_multiples_of_64(slot: Slot) -> None:
