@@ -85,7 +85,7 @@ def ours(folder: Path) -> Iterator[dict[str, float]]:
     model, optimizer = parts()
     run = unbroken.Run(
         folder, model=model, optimizer=optimizer, data=unbroken.Batches(Tokens(), global_batch=BATCH), units=1,
-        threads=THREADS, lose_at_most=f"{EVERY} steps", keep=1,
+        threads=THREADS, lose_at_most=f"{EVERY} steps", keep=1, hang_timeout="600s",
     )  # fmt: skip
     began = time.perf_counter()
     for batch in run:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -18,6 +19,7 @@ from unbroken.recover.journal_client import JournalClient
 from unbroken.recover.snapshots import Snapshots
 from unbroken.recover.start import Counters
 from unbroken.reporting import Reporting
+from unbroken.step.exchange import ExchangeFailed
 from unbroken.step.reduce import Flags
 from unbroken.step.update import Applied
 
@@ -131,13 +133,16 @@ class Keeping:
         first, stop = self._counters.step == 0, any(rank.stop for rank in told)
         milestone = self._opening.config.is_milestone(self._counters.step)
         urgent = stop or last or milestone or self._wanted is not None
-        if (urgent or self._pace.due) and any(rank.daemon_lost for rank in told):
+        is_lost = any(rank.daemon_lost for rank in told)
+        if (urgent or self._pace.due) and is_lost:
             self._reattach()
         if self._wanted is not None:
             wanted, self._wanted = self._wanted, None
             self.save(wanted[0] or milestone, wanted[1])
         elif first or urgent or (self._pace.due and not put_off):
             self._snapshot(milestone=milestone, wait_s=DRAIN_TIMEOUT_S if urgent else SLOT_WAIT_S)
+        if (stop or last) and not is_lost:
+            self._look_again(milestone)
         if not first:
             self._pace.due = told[0].snapshot_next or (self._pace.due and put_off)
         return stop
@@ -215,6 +220,16 @@ class Keeping:
         self._pace.saved()
         self._journal.captured(taken)
         return True
+
+    def _look_again(self, milestone: bool) -> None:
+        """After the last boundary no step tells of a daemon that has just gone: the ranks ask each other once, by one small gather."""
+        link = self._opening.link
+        link.poll()
+        with contextlib.suppress(ExchangeFailed):  # safe: a rank that ended early is the launcher's matter; the snapshot has been taken
+            if any(self._opening.exchange.share(link.lost is not None, bool)):
+                self._reattach()
+                self._saved_step = -1
+                self._snapshot(milestone=milestone, wait_s=DRAIN_TIMEOUT_S)
 
     def _reattach(self) -> None:
         """Some rank has lost the daemon: go on with another one in a new generation; if that fails, go on without for now."""

@@ -131,12 +131,15 @@ def test_I13_after_a_damaged_checkpoint_the_rows_are_those_of_an_undisturbed_run
     assert rows == rows_of(tmp_path / "clean")
 
 
-def test_I9_a_daemon_that_dies_loses_no_row(directory: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dies_at", [5, 7, 8])
+def test_I9_a_daemon_that_dies_loses_no_row(directory: Path, tmp_path: Path, dies_at: int) -> None:
+    """Also when it dies right before the end, where no further step would tell of it."""
+
     def log(run: unbroken.Run) -> None:
         weight(run)
         if run.completed == 2:
             run.save(wait=True)
-        if run.completed == 5:
+        if run.completed == dies_at:
             pid = daemon_pid(directory)
             assert pid is not None
             os.kill(pid, signal.SIGKILL)

@@ -60,8 +60,9 @@ def test_B40_a_B10_neither_trainer_nor_daemon_nor_folder_grows_with_checkpoints(
         stored = sum(tier.size(path) for path in tier.list("packs"))
         seen.append((private(psutil.Process().pid), private(daemon), stored))
     early, late = seen[4], seen[28]
-    assert late[0] - early[0] < 16 * MIB, "the trainer"
-    assert late[1] - early[1] < 16 * MIB, "the daemon"
+    most = 40 * MIB  # less than one state; 24 were saved meanwhile. The allocator may keep a tensor more or less
+    assert late[0] - early[0] < most, "the trainer"
+    assert late[1] - early[1] < most, "the daemon"
     assert late[2] <= 1.1 * early[2], "the folder: three checkpoints by default"
     assert late[2] < 3.2 * 16 * MIB
 
