@@ -41,6 +41,14 @@ class CheckFailed(UnbrokenError):
     """A verification found a problem."""
 
 
+class Unsound(CheckFailed):
+    """A state that must not become a checkpoint; `faults` says why, by piece."""
+
+    def __init__(self, faults: list[str]) -> None:
+        super().__init__("; ".join(faults))
+        self.faults = faults
+
+
 class Damaged(CheckFailed):
     """Stored bytes do not match what was written. `path` names the object, `reason` what is wrong with it."""
 

@@ -6,11 +6,11 @@ shared chunks. Leaves are hashed once and serve the chunk's id as well as the pi
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from unbroken.codec.digest import digest, join_leaves
-from unbroken.core.limits import CHUNK_BYTES, MAX_PIECES, SMALL_PIECE_BYTES
+from unbroken.codec.digest import digest, join_leaves, leaf_digest
+from unbroken.core.limits import CHUNK_BYTES, LEAF_BYTES, MAX_PIECES, SMALL_PIECE_BYTES
 from unbroken.core.ports import Buffer
 from unbroken.core.records import Extent, Piece, StoredPiece
 from unbroken.store.packs import Chunk, chunk_leaves
@@ -24,10 +24,19 @@ class Part:
     data: memoryview
 
 
-class Layout:
-    """Iterating yields each distinct chunk once, in order; afterwards `pieces` tells where every piece went."""
+Look = Callable[[Piece, Buffer], str]
+"""What is wrong with some elements of a logical piece, "" if nothing: asked of each leaf while it is in the cache to be hashed."""
 
-    def __init__(self, logical: Sequence[Part], per_rank: Mapping[int, Sequence[Part]]) -> None:
+
+class Layout:
+    """Iterating yields each distinct chunk once, in order; afterwards `pieces` tells where every piece went.
+
+    `faults` are then the findings of `look`, each once.
+    """
+
+    def __init__(self, logical: Sequence[Part], per_rank: Mapping[int, Sequence[Part]], look: Look | None = None) -> None:
+        self.faults: dict[str, None] = {}
+        self._look = look
         self.pieces: list[StoredPiece] = []
         self.num_chunks = 0
         self._parts = list(_in_order(logical, per_rank))
@@ -45,6 +54,7 @@ class Layout:
             else:
                 if len(self._shared) + len(data) > CHUNK_BYTES:
                     yield from self._close_shared()
+                self._inspect(rank, part.piece, data)
                 self._sharing.append((rank, part.piece, len(self._shared), len(data), digest(data)))
                 self._shared += data
         yield from self._close_shared()
@@ -53,11 +63,19 @@ class Layout:
         extents, leaves = [], []
         for start in range(0, len(data), CHUNK_BYTES):
             view = data[start : start + CHUNK_BYTES]
-            of_chunk = chunk_leaves(view)
+            of_chunk = []
+            for at in range(0, len(view), LEAF_BYTES):
+                leaf = view[at : at + LEAF_BYTES]
+                self._inspect(rank, piece, leaf)
+                of_chunk.append(leaf_digest(leaf))
             number = yield from self._chunk(join_leaves(of_chunk), view)
             extents.append(Extent(number, 0, len(view)))
             leaves += of_chunk
         self._add(rank, piece, len(data), join_leaves(leaves), tuple(extents))
+
+    def _inspect(self, rank: int | None, piece: Piece, data: memoryview) -> None:
+        if self._look is not None and rank is None and (fault := self._look(piece, data)):
+            self.faults[fault] = None
 
     def _close_shared(self) -> Iterator[Chunk]:
         if not self._sharing:

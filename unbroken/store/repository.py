@@ -31,7 +31,7 @@ from unbroken.store.collect import Collector
 from unbroken.store.fence import Base, check_base, check_basis, check_borrowed, check_collector, check_writer
 from unbroken.store.holds import Hold, Holds
 from unbroken.store.journal import durable_head
-from unbroken.store.layout import Part
+from unbroken.store.layout import Look, Part
 from unbroken.store.lineages import OtherLineages, require_lineage
 from unbroken.store.log import Key, Log, key_of, newest_generation, newest_number, visible
 from unbroken.store.manifests import check_cut, commit_entry, load_manifest, read_pieces
@@ -151,18 +151,20 @@ class Repository:
         world_size: int,
         logical: Sequence[Part],
         per_rank: Mapping[int, Sequence[Part]],
+        look: Look | None = None,
     ) -> tuple[Manifest, ManifestRef]:
         """Store one node's share of a checkpoint: new chunks in packs, then the manifest, all durable on return; not yet visible.
 
         Chunks of visible commits are referenced, not written. Cost: one hash pass (6-8 GB/s) and the new bytes' sequential write; memory
-        two chunks. After an error everything written here is removed again. Raises StoreError with the OS error as its cause.
+        two chunks. After an error everything written here is removed again. Raises StoreError with the OS error as its cause, and
+        Unsound where `look` finds faults in logical pieces.
         """
         whose = Share(step, generation, nonce, node, world_size)
         with self._lock:
             index = self._catalog.index(self.log.state, self._others.condemned())
             hold = Hold(step, generation, borrowed={known.key for known in index.values()})
             self._holds.begin(hold)
-        return self._writing.write(whose, logical, per_rank, index=index, hold=hold, origin=self._origin(generation, nonce))
+        return self._writing.write(whose, logical, per_rank, index=index, hold=hold, origin=self._origin(generation, nonce), look=look)
 
     def derive(self, base: Manifest, changed: Sequence[Part], generation: Generation) -> tuple[Manifest, ManifestRef]:
         """Store `base`, another lineage's, as a share of a checkpoint of ours with some logical pieces changed; not yet visible.

@@ -10,13 +10,13 @@ from typing import NamedTuple
 import msgspec
 
 from unbroken.codec.digest import digest
-from unbroken.core.errors import Permanent
+from unbroken.core.errors import Permanent, Unsound
 from unbroken.core.ports import Nonces, Tier, failpoint
 from unbroken.core.records import ChunkRef, Extent, Generation, Manifest, ManifestRef, StoredPiece
 from unbroken.store import paths
 from unbroken.store.catalog import Known
 from unbroken.store.holds import Hold, Holds
-from unbroken.store.layout import Layout, Part
+from unbroken.store.layout import Layout, Look, Part
 from unbroken.store.log import Key
 from unbroken.store.manifests import check_manifest, roots
 from unbroken.store.packs import Chunk, Origin, write_packs
@@ -51,12 +51,15 @@ class Writing:
         index: Mapping[str, Known],
         hold: Hold,
         origin: Origin,
+        look: Look | None = None,
     ) -> tuple[Manifest, ManifestRef]:
-        """Parts of which `index` knows chunks already are referenced there."""
+        """Parts of which `index` knows chunks already are referenced there. Unsound, with nothing kept, where `look` found faults."""
 
         def make() -> Manifest:
-            layout = Layout(logical, per_rank)
+            layout = Layout(logical, per_rank, look)
             chunks = self._store_chunks(layout, index, hold, origin)
+            if layout.faults:
+                raise Unsound(list(layout.faults))
             return _manifest(whose, tuple(sorted(per_rank)), chunks, layout.pieces)
 
         return self._keep(make, hold, origin)

@@ -12,6 +12,8 @@ from tests.rigs.memory import at_most
 from tests.rigs.store_run import part
 from unbroken.codec.digest import digest
 from unbroken.core.limits import CHUNK_BYTES, LEAF_BYTES, SMALL_PIECE_BYTES
+from unbroken.core.ports import Buffer
+from unbroken.core.records import Piece
 from unbroken.store import layout
 from unbroken.store.layout import Layout, Part
 
@@ -59,13 +61,13 @@ def test_a_piece_of_any_size_comes_back_with_its_digest(size: int) -> None:
 
 def test_a_chunk_that_holds_a_whole_piece_has_its_digest_and_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     hashed: list[int] = []
-    real = layout.chunk_leaves
-    monkeypatch.setattr(layout, "chunk_leaves", lambda data: hashed.append(len(data)) or real(data))
+    real = layout.leaf_digest
+    monkeypatch.setattr(layout, "leaf_digest", lambda data: hashed.append(len(data)) or real(data))
     monkeypatch.setattr(layout, "digest", lambda data: pytest.fail("the piece was hashed a second time"))
     made = Layout([part("/w", os.urandom(3 * LEAF_BYTES))], {})
     (chunk,) = list(made)
     assert chunk.id == made.pieces[0].digest
-    assert hashed == [3 * LEAF_BYTES]
+    assert hashed == [LEAF_BYTES] * 3
 
 
 def test_small_pieces_share_chunks_in_pointer_order() -> None:
@@ -125,3 +127,17 @@ def test_any_mixture_comes_back(sizes: list[tuple[int, int]]) -> None:
     made, chunks = laid_out(parts)
     assert bytes_of(made, chunks) == {(None, p.piece.pointer): bytes(p.data) for p in parts}
     assert len(set(chunks)) == len(chunks)
+
+
+def test_logical_pieces_are_looked_at_leaf_by_leaf_and_what_is_wrong_is_told_once() -> None:
+    seen: list[tuple[str, int]] = []
+
+    def look(piece: Piece, data: Buffer) -> str:
+        seen.append((piece.pointer, len(data)))
+        return f"{piece.pointer} is odd" if piece.pointer != "/small" else ""
+
+    made = Layout([part("/big", bytes(CHUNK_BYTES + 5)), part("/small", b"1")], {0: [part("/own", b"2", scope="rank")]}, look)
+    for _ in made:
+        pass
+    assert seen == [("/big", LEAF_BYTES)] * (CHUNK_BYTES // LEAF_BYTES) + [("/big", 5), ("/small", 1)]
+    assert list(made.faults) == ["/big is odd"]
