@@ -23,8 +23,9 @@ demo: $(STAMP) ## Train, kill, continue, prove: the main job, at most 3 minutes 
 	rm -rf $(DEMO_DIR)
 	$(BIN)/unbroken demo --dir $(DEMO_DIR) $(DEMO_ARGS)
 
-test: $(STAMP) ## All tests.
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+test: $(STAMP) ## All tests: most of them two at a time, then those with bounds in seconds one by one.
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not alone"
+	$(BIN)/python -m pytest -m alone
 
 check: $(STAMP) ## Format, lint, types, import order.
 	$(BIN)/ruff format --no-cache --check .

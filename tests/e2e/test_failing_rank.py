@@ -13,6 +13,8 @@ from tests.rigs.ranks import start_ranks
 from tests.rigs.tiny_run import end_daemon
 from tests.rigs.torture_runs import ROOT
 
+pytestmark = pytest.mark.alone
+
 LIMIT_S = 5.0
 
 

@@ -18,6 +18,8 @@ from tests.rigs.torture_runs import wait_until
 from unbroken.core.os import is_alive
 from unbroken.recover.link import SaveWarning
 
+pytestmark = pytest.mark.alone
+
 
 def train(directory: Path, steps: int, strike: Callable[[], None], at: int, wait_until_saved: bool = True) -> list[str]:
     """Train to the end, striking after step `at`; the SaveWarnings."""

@@ -16,6 +16,8 @@ import pytest
 import unbroken
 from tests.rigs.torture_runs import ROOT, finish, journal, processes_of, wait_until
 
+pytestmark = pytest.mark.alone
+
 SCRIPT = "tests/rigs/hanging.py"
 STEPS = 8
 LAUNCHER = ["-m", "unbroken", "run", "--json", "--nproc-per-node", "3"]

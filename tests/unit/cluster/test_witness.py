@@ -17,6 +17,8 @@ from unbroken.core.messages import Committed, Error, Hello, Message, Note, Statu
 from unbroken.core.os import wait_any
 from unbroken.shm.channel import Channel, accept, address, listen
 
+pytestmark = pytest.mark.alone
+
 COMMITTED = Committed(step=5, generation=0, state_root="00", seconds=0.1)
 
 

@@ -165,6 +165,7 @@ def test_I2_nothing_is_removed_while_a_start_is_in_progress(folder: RunFolder) -
     assert steps(folder) == [1]
 
 
+@pytest.mark.alone
 def test_I11_a_start_does_not_wait_for_a_long_collection(folder: RunFolder) -> None:
     live = open_run(folder, keep=100)
     for step in range(8):

@@ -102,6 +102,7 @@ def test_workers_end_at_once_when_their_trainer_is_killed(kind: str) -> None:
     trainer.stdout.close()
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(("closing", "kind"), [("close", "batches"), ("drop", "batches"), ("close", "torchdata")])
 def test_workers_go_with_their_source(closing: str, kind: str) -> None:
     source = slow_source(kind)
