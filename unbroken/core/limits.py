@@ -14,6 +14,9 @@ CHUNK_BYTES = 4 << 20
 PACK_BYTES = 256 << 20
 """A pack is closed at this size: one fsync per pack, bounded loss when a pack is condemned."""
 
+MAX_CHAIN = 64
+"""Of differences of differences a chunk may be, in a file that we read; what we write stays far below."""
+
 SMALL_PIECE_BYTES = 64 << 10
 """Pieces up to this size share a chunk: hundreds of scalars must not become hundreds of chunks."""
 

@@ -65,7 +65,11 @@ class SlotIndex(Struct, frozen=True, kw_only=True):
 
 
 class ChunkRef(Struct, frozen=True, kw_only=True):
-    """Where a chunk lies: `id` is the digest of its raw bytes, `codec` the registry byte that turns stored into raw bytes."""
+    """Where a chunk lies: `id` is the digest of its raw bytes, `codec` the registry byte that turns stored into raw bytes.
+
+    `sum` is the digest of the stored bytes where they are not the raw ones. `base` is the number, in the same manifest and lower than
+    its own, of the chunk that this one is a difference from.
+    """
 
     id: Digest
     pack: Path
@@ -73,6 +77,8 @@ class ChunkRef(Struct, frozen=True, kw_only=True):
     stored_bytes: Count
     raw_bytes: Count
     codec: Count = 0
+    sum: Digest | UnsetType = UNSET
+    base: Count | UnsetType = UNSET
 
 
 class Extent(Struct, frozen=True, array_like=True):
@@ -157,13 +163,14 @@ class GenerationEntry(Struct, frozen=True, kw_only=True, tag="generation"):
 class CommitEntry(Struct, frozen=True, kw_only=True, tag="commit"):
     """Makes a checkpoint visible. But for `time` a pure function of the manifests and of the journal up to it.
 
+    `kind`: "incremental" where something in it is stored as a difference from an older checkpoint.
     `time` is UTC, for people; "" in entries of older writers. `journal_head` is the chain value of the journal line of `step`;
     `journal_lines` how many lines precede and include it.
     """
 
     step: Count
     generation: Count
-    kind: Literal["full"] = "full"
+    kind: Literal["full", "incremental"] = "full"
     milestone: bool = False
     manifests: tuple[ManifestRef, ...]
     state_root: Digest

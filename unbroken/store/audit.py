@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from msgspec import Struct
 
 from unbroken.codec.digest import join_leaves
+from unbroken.codec.planes import IDENTITY
 from unbroken.core.errors import Damaged
 from unbroken.core.ports import Tier
 from unbroken.core.records import CommitEntry, Generation, LogState, Manifest, RunFacts
@@ -196,7 +197,8 @@ class _Audit:
                 continue
             self._pieces_seen.add(place)
             tables = [table for c in chunks if (table := self._pack(c.pack)) is not None]
-            if len(tables) < len(chunks) or not is_cut_at_leaves(stored, manifest.chunks):
+            is_encoded = any(c.codec != IDENTITY for c in chunks)
+            if is_encoded or len(tables) < len(chunks) or not is_cut_at_leaves(stored, manifest.chunks):
                 to_read.append(stored)
             elif join_leaves([leaf for c, table in zip(chunks, tables, strict=True) for leaf in table[packed(c)]]) != stored.digest:
                 raise Damaged(chunks[0].pack, f"piece {stored.piece.pointer} does not match its digest")

@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 from unbroken.core.errors import Damaged, Transient
 from unbroken.core.ports import Tier
-from unbroken.core.records import ChunkRef, CommitEntry, LogState, Manifest, ManifestRef
+from unbroken.core.records import CommitEntry, LogState, Manifest, ManifestRef
 from unbroken.store import paths
+from unbroken.store.chains import Located, locate
 from unbroken.store.log import Key, key_of, visible
 from unbroken.store.manifests import load_manifest
 
@@ -16,7 +17,7 @@ from unbroken.store.manifests import load_manifest
 class Known(NamedTuple):
     """A chunk that need not be written again, and the newest visible commit that holds it."""
 
-    ref: ChunkRef
+    chunk: Located
     key: Key
 
 
@@ -25,31 +26,41 @@ class Catalog:
 
     def __init__(self, tier: Tier) -> None:
         self._tier = tier
-        self._chunks: dict[Key, tuple[ChunkRef, ...]] = {}
+        self._chunks: dict[Key, tuple[Located, ...]] = {}
 
-    def put(self, key: Key, chunks: Iterable[ChunkRef]) -> None:
+    def put(self, key: Key, manifests: Iterable[Manifest]) -> None:
         """Remember a commit just made, so that its manifests need not be read back."""
-        self._chunks[key] = tuple(chunks)
+        self._chunks[key] = tuple(chunk for manifest in manifests for chunk in locate(manifest.chunks))
 
     def forget_others(self, keys: Collection[Key]) -> None:
         """Drop what belongs to none of these commits."""
         self._chunks = {key: chunks for key, chunks in self._chunks.items() if key in keys}
 
-    def chunks(self, commit: CommitEntry) -> tuple[ChunkRef, ...]:
-        """All chunks of a commit. Raises Damaged when one of its manifests is."""
+    def chunks(self, commit: CommitEntry) -> tuple[Located, ...]:
+        """All chunks of a commit, bases too. Raises Damaged when one of its manifests is."""
         key = key_of(commit)
         if key not in self._chunks:
-            self._chunks[key] = tuple(chunk for ref in commit.manifests for chunk in load_manifest(self._tier, ref, commit).chunks)
+            self.put(key, (load_manifest(self._tier, ref, commit) for ref in commit.manifests))
         return self._chunks[key]
 
     def packs(self, commit: CommitEntry) -> set[str]:
         """The packs that a commit needs. Raises Damaged when one of its manifests is."""
-        return {chunk.pack for chunk in self.chunks(commit)}
+        return {chunk.ref.pack for chunk in self.chunks(commit)}
 
     def index(self, state: LogState, elsewhere: Collection[str] = ()) -> dict[str, Known]:
-        """By id, the chunks of visible commits that lie whole in packs never condemned, here or `elsewhere`. One size call per pack."""
+        """By id, the chunks of visible commits that lie whole in packs never condemned, here or `elsewhere`. One size call per pack.
+
+        Of several that hold the same bytes the one that is read with the fewest others counts.
+        """
         condemned = condemned_objects(state) | set(elsewhere)
         sizes: dict[str, int] = {}
+
+        def is_sound(chunk: Located) -> bool:
+            return all(
+                one.ref.pack not in condemned and one.ref.offset + one.ref.stored_bytes <= self._size(one.ref.pack, sizes)
+                for one in chunk.chain()
+            )
+
         result: dict[str, Known] = {}
         for commit in visible(state):
             try:
@@ -57,8 +68,9 @@ class Catalog:
             except Damaged:  # safe: its chunks are only written anew; whoever reads this commit gets the error
                 continue
             for chunk in chunks:
-                if chunk.pack not in condemned and chunk.offset + chunk.stored_bytes <= self._size(chunk.pack, sizes):
-                    result[chunk.id] = Known(chunk, key_of(commit))
+                there = result.get(chunk.ref.id)
+                if (there is None or chunk.depth <= there.chunk.depth) and is_sound(chunk):
+                    result[chunk.ref.id] = Known(chunk, key_of(commit))
         return result
 
     def borrowed(self, manifest: Manifest, ref: ManifestRef, state: LogState) -> set[Key]:

@@ -22,7 +22,7 @@ from unbroken.core.limits import MAX_JOURNAL_LINE_BYTES
 from unbroken.core.ports import Tier, failpoint
 from unbroken.core.records import Digest, JournalLine, Record
 from unbroken.store import paths
-from unbroken.store.sealed import BROKEN_INPUT, FORMAT, check_format
+from unbroken.store.sealed import BROKEN_INPUT, PLAIN_FORMAT, check_format
 
 _MAGIC = "unbroken/journal"
 _BLOCK_BYTES = 1 << 20
@@ -174,8 +174,8 @@ def durable_head(tier: Tier, lineage: str, generation: int, nonce: str) -> str:
 
 
 def _header_line(lineage: str, generation: int, nonce: str) -> bytes:
-    checksum = _header_checksum(FORMAT, FORMAT, lineage, generation, nonce)
-    header = _Header(magic=_MAGIC, format=FORMAT, min_reader=FORMAT, lineage=lineage, generation=generation, nonce=nonce, checksum=checksum)
+    checksum = _header_checksum(PLAIN_FORMAT, PLAIN_FORMAT, lineage, generation, nonce)
+    header = _Header(magic=_MAGIC, format=PLAIN_FORMAT, min_reader=PLAIN_FORMAT, lineage=lineage, generation=generation, nonce=nonce, checksum=checksum)
     return msgspec.json.encode(header) + b"\n"
 
 

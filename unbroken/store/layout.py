@@ -13,7 +13,7 @@ from unbroken.codec.digest import digest, join_leaves, leaf_digest
 from unbroken.core.limits import CHUNK_BYTES, LEAF_BYTES, MAX_PIECES, SMALL_PIECE_BYTES
 from unbroken.core.ports import Buffer
 from unbroken.core.records import Extent, Piece, StoredPiece
-from unbroken.store.packs import Chunk, chunk_leaves
+from unbroken.store.packs import Chunk, Place, chunk_leaves
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Layout:
                 leaf = view[at : at + LEAF_BYTES]
                 self._inspect(rank, piece, leaf)
                 of_chunk.append(leaf_digest(leaf))
-            number = yield from self._chunk(join_leaves(of_chunk), view)
+            number = yield from self._chunk(join_leaves(of_chunk), view, Place(rank, piece, start // CHUNK_BYTES))
             extents.append(Extent(number, 0, len(view)))
             leaves += of_chunk
         self._add(rank, piece, len(data), join_leaves(leaves), tuple(extents))
@@ -87,11 +87,11 @@ class Layout:
         self._shared.clear()
         self._sharing.clear()
 
-    def _chunk(self, chunk_id: str, data: Buffer) -> Generator[Chunk, None, int]:
+    def _chunk(self, chunk_id: str, data: Buffer, place: Place | None = None) -> Generator[Chunk, None, int]:
         if chunk_id not in self._numbers:
             self._numbers[chunk_id] = self.num_chunks
             self.num_chunks += 1
-            yield Chunk(self._numbers[chunk_id], chunk_id, data)
+            yield Chunk(self._numbers[chunk_id], chunk_id, data, place)
         return self._numbers[chunk_id]
 
     def _add(self, rank: int | None, piece: Piece, size: int, value: str, extents: tuple[Extent, ...]) -> None:

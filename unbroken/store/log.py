@@ -16,7 +16,7 @@ from unbroken.core.limits import LOG_SUMMARY_EVERY
 from unbroken.core.ports import Clock, Tier, failpoint
 from unbroken.core.records import BranchEntry, CommitEntry, CondemnEntry, Entry, Generation, GenerationEntry, LogEntry, LogState, Writer
 from unbroken.store import paths
-from unbroken.store.sealed import read_bounded, seal, unseal
+from unbroken.store.sealed import FORMAT, PLAIN_FORMAT, read_bounded, seal, unseal
 
 _MAX_LOST_SLOTS = 1000
 _MAX_PRUNED = 1024
@@ -172,7 +172,7 @@ class Log:
         """Write what `make` says for the state just read; after each lost slot it is asked anew. It raises to stop."""
         for _ in range(_MAX_LOST_SLOTS):
             line = self._line(make(self.state), writer, clock)
-            raw = seal("log", line)
+            raw = seal("log", line, _format_of(line))
             failpoint("store.log.before_create")
             try:
                 self.tier.create(self._path(line.n), [raw])
@@ -321,6 +321,12 @@ class Log:
 
     def _path(self, n: int) -> str:
         return paths.log_entry(self.lineage, n)
+
+
+def _format_of(line: LogEntry) -> int:
+    """A commit of a kind that the first version does not know makes its entry, and any summary it is in, unreadable to that one."""
+    commits = (line.summary.commits if line.summary is not None else ()) + ((line.entry,) if isinstance(line.entry, CommitEntry) else ())
+    return PLAIN_FORMAT if all(commit.kind == "full" for commit in commits) else FORMAT
 
 
 def _with_lineage(line: LogEntry, lineage: tuple[Generation, ...]) -> LogEntry:

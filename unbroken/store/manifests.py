@@ -7,10 +7,13 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from io import BytesIO
 
+from msgspec import UNSET
+
 from unbroken.codec.digest import digest, join_leaves, leaf_digest, rank_root, state_root
 from unbroken.codec.items import ITEM_BYTES
+from unbroken.codec.planes import IDENTITY, NEEDS_BASE
 from unbroken.core.errors import Damaged
-from unbroken.core.limits import LEAF_BYTES, MAX_PIECES
+from unbroken.core.limits import LEAF_BYTES, MAX_CHAIN, MAX_PIECES
 from unbroken.core.ports import Tier
 from unbroken.core.records import ChunkRef, CommitEntry, Manifest, ManifestRef, StoredPiece
 from unbroken.store import paths
@@ -38,8 +41,12 @@ def check_manifest(manifest: Manifest, path: str) -> None:
         )
     if len(manifest.pieces) > MAX_PIECES:
         raise Damaged(path, f"{len(manifest.pieces)} pieces; at most {MAX_PIECES}")
+    depths: list[int] = []
     for number, chunk in enumerate(manifest.chunks):
         _check_chunk(number, chunk, path)
+        depths.append(0 if chunk.base is UNSET else depths[chunk.base] + 1)
+        if depths[-1] > MAX_CHAIN:
+            raise Damaged(path, f"chunk {number} is a difference of more than {MAX_CHAIN} differences")
     seen: set[tuple[int | None, str]] = set()
     known = {None, *ranks}
     for stored in manifest.pieces:
@@ -93,6 +100,7 @@ def commit_entry(
     return CommitEntry(
         step=first.step,
         generation=first.generation,
+        kind="incremental" if any(c.base is not UNSET for manifest, _ in manifests for c in manifest.chunks) else "full",
         milestone=milestone,
         manifests=tuple(ref for _, ref in sorted(manifests, key=lambda pair: pair[0].node)),
         state_root=first.state_root,
@@ -119,12 +127,25 @@ class Chunks:
         self._kept: OrderedDict[int, Read] = OrderedDict()
 
     def get(self, number: int) -> Read:
+        """The chunk; one that is a difference costs its whole chain, bases first."""
         if number not in self._kept:
-            self._kept[number] = read_chunk(self._tier, self.refs[number])
-            if len(self._kept) > _CACHED_CHUNKS:
-                self._kept.popitem(last=False)
+            self._keep(number, self._read(number))
         self._kept.move_to_end(number)
         return self._kept[number]
+
+    def _read(self, number: int) -> Read:
+        chain = [number]
+        while (base := self.refs[chain[-1]].base) is not UNSET and chain[-1] not in self._kept:
+            chain.append(base)
+        read = self._kept.get(chain[-1]) or read_chunk(self._tier, self.refs[chain[-1]])
+        for above in reversed(chain[:-1]):
+            read = read_chunk(self._tier, self.refs[above], read.data)
+        return read
+
+    def _keep(self, number: int, read: Read) -> None:
+        self._kept[number] = read
+        if len(self._kept) > _CACHED_CHUNKS:
+            self._kept.popitem(last=False)
 
 
 def _assemble(stored: StoredPiece, chunks: Chunks) -> bytes:
@@ -173,6 +194,12 @@ def _check_chunk(number: int, chunk: ChunkRef, path: str) -> None:
         raise Damaged(path, f"chunk {number} at offset {chunk.offset}, where no chunk can be")
     if not (0 < chunk.raw_bytes <= MAX_CHUNK_BYTES and 0 < chunk.stored_bytes <= MAX_CHUNK_BYTES):
         raise Damaged(path, f"chunk {number} claims {chunk.stored_bytes} stored and {chunk.raw_bytes} raw bytes; at most {MAX_CHUNK_BYTES}")
+    if (chunk.sum is UNSET) != (chunk.codec == IDENTITY):
+        raise Damaged(path, f"chunk {number} of codec {chunk.codec} {'lacks' if chunk.codec else 'has'} a digest of its stored bytes")
+    if chunk.base is not UNSET and (chunk.base >= number or chunk.codec not in NEEDS_BASE):
+        raise Damaged(path, f"chunk {number} of codec {chunk.codec} names chunk {chunk.base} as its base")
+    if chunk.base is UNSET and chunk.codec in NEEDS_BASE:
+        raise Damaged(path, f"chunk {number} is a difference, but from nothing")
 
 
 def _check_extents(stored: StoredPiece, chunks: Sequence[ChunkRef], path: str) -> None:

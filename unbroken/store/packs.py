@@ -5,7 +5,8 @@
            footer: JSON list of [id, offset, stored_bytes, raw_bytes, codec]
     -64    trailer: footer offset u64, footer length u64, digest of header and footer 32, zeros 8, magic 8
 
-Numbers are little-endian. Every byte is covered: the header and footer by the trailer's digest, chunks by their ids, the rest is zero.
+Numbers are little-endian. Every byte is covered: the header and footer by the trailer's digest, chunks by the digests in the footer, the
+rest is zero. The id of a chunk in the footer is the digest of its bytes there: only a chunk stored as it is has the id of a manifest.
 Generation and nonce are those of the generation that wrote the pack.
 """
 
@@ -16,22 +17,20 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import msgspec
-from msgspec import Struct
+from msgspec import UNSET, Struct
 
 from unbroken.codec.digest import join_leaves, leaf_digest, text_digest
+from unbroken.codec.planes import IDENTITY, NEEDS_BASE, decode
 from unbroken.core.errors import Damaged, Permanent
 from unbroken.core.limits import LEAF_BYTES, PACK_BYTES
 from unbroken.core.ports import Buffer, Tier
-from unbroken.core.records import ChunkRef, Count, Digest
+from unbroken.core.records import ChunkRef, Count, Digest, Piece
 from unbroken.store.paths import nonce_hex, pack_origin
-from unbroken.store.sealed import BROKEN_INPUT, FORMAT, check_format
+from unbroken.store.sealed import BROKEN_INPUT, FORMAT, PLAIN_FORMAT, check_format
 
 ALIGN_BYTES = 4096
-MAX_CHUNK_BYTES = 64 << 20
+MAX_CHUNK_BYTES = 32 << 20
 """No chunk is larger, in memory or stored: a lying size must not make us allocate."""
-
-IDENTITY = 0
-"""Codec of chunks that are stored as they are."""
 
 _MAGIC = b"unbroken/pack\0\0\0"
 _END = b"unbr/end"
@@ -40,12 +39,26 @@ _TRAILER = struct.Struct("<QQ32s8x8s")
 _MAX_FOOTER_BYTES = 64 << 20
 
 
+class Place(NamedTuple):
+    """Where a chunk belongs: the `index`-th of a piece of one rank, or of all (None)."""
+
+    rank: int | None
+    piece: Piece
+    index: int
+
+
 class Chunk(NamedTuple):
-    """Bytes on their way into a pack. `number` is the chunk's place in its manifest."""
+    """Bytes on their way into a pack. `number` is the chunk's place in its manifest; `place` None: small pieces share it.
+
+    `stored` is what is written in place of `data`, by `codec`; None: `data` itself.
+    """
 
     number: int
     id: str
     data: Buffer
+    place: Place | None = None
+    codec: int = IDENTITY
+    stored: Buffer | None = None
 
 
 class Origin(NamedTuple):
@@ -56,7 +69,7 @@ class Origin(NamedTuple):
 
 
 class Packed(Struct, frozen=True, array_like=True):
-    """One line of a pack's footer."""
+    """One line of a pack's footer. `id` is the digest of the stored bytes."""
 
     id: Digest
     offset: Count
@@ -68,7 +81,7 @@ class Packed(Struct, frozen=True, array_like=True):
 class Read(NamedTuple):
     """A verified chunk and the digests of its leaves, which also serve the piece it belongs to."""
 
-    data: bytes
+    data: Buffer
     leaves: list[bytes]
 
 
@@ -78,12 +91,17 @@ def chunk_leaves(data: Buffer) -> list[bytes]:
     return [leaf_digest(view[i : i + LEAF_BYTES]) for i in range(0, max(1, len(view)), LEAF_BYTES)]
 
 
-def write_packs(tier: Tier, chunks: Iterator[Chunk], origin: Origin, new_path: Callable[[], str]) -> dict[int, ChunkRef]:
-    """Store all chunks, in packs of about PACK_BYTES, durable on return; where each lies, by number. Memory: one chunk at a time."""
+def write_packs(
+    tier: Tier, chunks: Iterator[Chunk], origin: Origin, new_path: Callable[[], str], number: int = PLAIN_FORMAT
+) -> dict[int, ChunkRef]:
+    """Store all chunks, in packs of about PACK_BYTES, durable on return; where each lies, by number. Memory: one chunk at a time.
+
+    `number`: the format of the packs; encoded chunks need FORMAT.
+    """
     refs: dict[int, ChunkRef] = {}
     waiting = next(chunks, None)
     while waiting is not None:
-        body = _Body(new_path(), origin, waiting, chunks)
+        body = _Body(new_path(), origin, waiting, chunks, number)
         tier.create(body.path, body.parts())
         refs.update(body.refs)
         waiting = body.left_over
@@ -93,12 +111,12 @@ def write_packs(tier: Tier, chunks: Iterator[Chunk], origin: Origin, new_path: C
 class _Body:
     """The parts of one pack, made while they are written."""
 
-    def __init__(self, path: str, origin: Origin, first: Chunk, others: Iterator[Chunk]) -> None:
+    def __init__(self, path: str, origin: Origin, first: Chunk, others: Iterator[Chunk], number: int) -> None:
         self.path = path
         self.refs: dict[int, ChunkRef] = {}
         self.left_over: Chunk | None = first
         self._others = others
-        self._header = _HEADER.pack(_MAGIC, FORMAT, FORMAT, origin.generation, bytes.fromhex(nonce_hex(origin.nonce)))
+        self._header = _HEADER.pack(_MAGIC, number, number, origin.generation, bytes.fromhex(nonce_hex(origin.nonce)))
 
     def parts(self) -> Iterator[Buffer]:
         yield self._header
@@ -108,25 +126,36 @@ class _Body:
             chunk = self.left_over
             gap = -offset % ALIGN_BYTES
             offset += gap
-            size = len(chunk.data)
-            footer.append(Packed(chunk.id, offset, size, size, IDENTITY))
-            self.refs[chunk.number] = ChunkRef(id=chunk.id, pack=self.path, offset=offset, stored_bytes=size, raw_bytes=size)
+            data = chunk.data if chunk.stored is None else chunk.stored
+            ref = ChunkRef(
+                id=chunk.id, pack=self.path, offset=offset, stored_bytes=len(data), raw_bytes=len(chunk.data), codec=chunk.codec,
+                sum=UNSET if chunk.codec == IDENTITY else join_leaves(chunk_leaves(data)),
+            )  # fmt: skip
+            footer.append(packed(ref))
+            self.refs[chunk.number] = ref
             yield bytes(gap)
-            yield chunk.data
-            offset += size
+            yield data
+            offset += len(data)
             self.left_over = next(self._others, None)
         raw = msgspec.json.encode(footer)
         yield raw
         yield _TRAILER.pack(offset, len(raw), _digest(self._header, raw), _END)
 
 
-def read_chunk(tier: Tier, ref: ChunkRef) -> Read:
-    """A chunk's raw bytes, verified. Raises Damaged naming the pack; Transient when trying again may help."""
-    if ref.codec != IDENTITY:
-        raise Damaged(ref.pack, f"chunk at {ref.offset} has the unknown codec {ref.codec}")
-    if ref.raw_bytes != ref.stored_bytes or not 0 < ref.raw_bytes <= MAX_CHUNK_BYTES:
+def read_chunk(tier: Tier, ref: ChunkRef, base: Buffer | None = None) -> Read:
+    """A chunk's raw bytes, verified; `base` are those of the chunk that it is a difference from.
+
+    Raises Damaged naming the pack; Transient when trying again may help.
+    """
+    if not (0 < ref.raw_bytes <= MAX_CHUNK_BYTES and 0 < ref.stored_bytes <= MAX_CHUNK_BYTES):
         raise Damaged(ref.pack, f"chunk at {ref.offset} claims {ref.stored_bytes} stored and {ref.raw_bytes} raw bytes")
-    data = _read(tier, ref.pack, ref.offset, ref.stored_bytes)
+    if (ref.codec in NEEDS_BASE) != (base is not None):
+        raise Damaged(ref.pack, f"chunk at {ref.offset} has codec {ref.codec} and {'no' if base is None else 'a'} base")
+    stored = _read(tier, ref.pack, ref.offset, ref.stored_bytes)
+    try:
+        data = decode(ref.codec, stored, ref.raw_bytes, base)
+    except ValueError as error:
+        raise Damaged(ref.pack, f"chunk at {ref.offset} cannot be decoded: {error}") from error
     leaves = chunk_leaves(data)
     if join_leaves(leaves) != ref.id:
         raise Damaged(ref.pack, f"chunk at {ref.offset} does not match its digest {ref.id[:16]}")
@@ -134,7 +163,7 @@ def read_chunk(tier: Tier, ref: ChunkRef) -> Read:
 
 
 def audit_pack(tier: Tier, path: str) -> dict[Packed, list[bytes]]:
-    """Verify every byte of a pack; its chunks and their leaf digests. Raises Damaged at the first thing that is wrong, NewerFormat."""
+    """Verify every byte of a pack; its chunks and the leaf digests of their stored bytes. Raises Damaged at the first fault, NewerFormat."""
     header = _read(tier, path, 0, _HEADER.size)
     if _parse_header(header, path).nonce[:16] != pack_origin(path):
         raise Damaged(path, "was written by another generation than its name says")
@@ -150,15 +179,12 @@ def audit_pack(tier: Tier, path: str) -> dict[Packed, list[bytes]]:
             raise Damaged(path, f"the footer places a chunk at {packed.offset}, where none can be")
         if any(_read(tier, path, end, packed.offset - end)):
             raise Damaged(path, f"bytes between chunks at {end} are not zero")
-        ref = ChunkRef(
-            id=packed.id,
-            pack=path,
-            offset=packed.offset,
-            stored_bytes=packed.stored_bytes,
-            raw_bytes=packed.raw_bytes,
-            codec=packed.codec,
+        if packed.codec == IDENTITY and packed.raw_bytes != packed.stored_bytes:
+            raise Damaged(path, f"the footer claims {packed.raw_bytes} bytes for a chunk of {packed.stored_bytes} that is stored as it is")
+        as_stored = ChunkRef(
+            id=packed.id, pack=path, offset=packed.offset, stored_bytes=packed.stored_bytes, raw_bytes=packed.stored_bytes
         )
-        found[packed] = read_chunk(tier, ref).leaves
+        found[packed] = read_chunk(tier, as_stored).leaves
         end = packed.offset + packed.stored_bytes
     if end != footer_offset:
         raise Damaged(path, f"{footer_offset - end} bytes before the footer belong to no chunk")
@@ -167,7 +193,7 @@ def audit_pack(tier: Tier, path: str) -> dict[Packed, list[bytes]]:
 
 def packed(ref: ChunkRef) -> Packed:
     """The footer line that a reference expects."""
-    return Packed(ref.id, ref.offset, ref.stored_bytes, ref.raw_bytes, ref.codec)
+    return Packed(ref.id if ref.sum is UNSET else ref.sum, ref.offset, ref.stored_bytes, ref.raw_bytes, ref.codec)
 
 
 def _read_footer(tier: Tier, path: str, header: bytes) -> tuple[int, list[Packed]]:

@@ -28,6 +28,7 @@ from unbroken.store import paths
 from unbroken.store.audit import VerifyReport, verify
 from unbroken.store.catalog import Catalog
 from unbroken.store.collect import Collector
+from unbroken.store.deltas import Encoder, Encoding
 from unbroken.store.fence import Base, check_base, check_basis, check_borrowed, check_collector, check_writer
 from unbroken.store.holds import Hold, Holds
 from unbroken.store.journal import durable_head
@@ -152,19 +153,25 @@ class Repository:
         logical: Sequence[Part],
         per_rank: Mapping[int, Sequence[Part]],
         look: Look | None = None,
+        encoding: Encoding | None = None,
     ) -> tuple[Manifest, ManifestRef]:
         """Store one node's share of a checkpoint: new chunks in packs, then the manifest, all durable on return; not yet visible.
 
         Chunks of visible commits are referenced, not written. Cost: one hash pass (6-8 GB/s) and the new bytes' sequential write; memory
-        two chunks. After an error everything written here is removed again. Raises StoreError with the OS error as its cause, and
-        Unsound where `look` finds faults in logical pieces.
+        two chunks. With `encoding` chunks are made smaller, as such or against the newest visible checkpoint of an earlier step.
+        After an error everything written here is removed again. Raises StoreError with the OS error as its cause, and Unsound where
+        `look` finds faults in logical pieces.
         """
         whose = Share(step, generation, nonce, node, world_size)
         with self._lock:
             index = self._catalog.index(self.log.state, self._others.condemned())
             hold = Hold(step, generation, borrowed={known.key for known in index.values()})
+            base = next((c for c in reversed(self.visible()) if c.step < step), None) if encoding is not None else None
+            hold.borrowed |= {key_of(base)} if base is not None else set()
             self._holds.begin(hold)
-        return self._writing.write(whose, logical, per_rank, index=index, hold=hold, origin=self._origin(generation, nonce), look=look)
+        encoder = None if encoding is None else self._encoder(encoding, base)
+        origin = self._origin(generation, nonce)
+        return self._writing.write(whose, logical, per_rank, index=index, hold=hold, origin=origin, look=look, encoder=encoder)
 
     def derive(self, base: Manifest, changed: Sequence[Part], generation: Generation) -> tuple[Manifest, ManifestRef]:
         """Store `base`, another lineage's, as a share of a checkpoint of ours with some logical pieces changed; not yet visible.
@@ -276,9 +283,15 @@ class Repository:
         """Recompute every digest and root of everything that is not condemned from the stored bytes. Cost: reads it all once."""
         return verify(self.tier, self.lineage)
 
+    def _encoder(self, encoding: Encoding, base: CommitEntry | None) -> Encoder:
+        if base is not None:
+            with suppress(Damaged):  # safe: then this one is stored whole; who reads that one is told
+                return Encoder(encoding, self.tier, key_of(base), self.manifests(base))
+        return Encoder(encoding, self.tier, (-1, -1), [])
+
     def _remember(self, commit: CommitEntry, manifests: Sequence[Manifest]) -> None:
         with self._lock:
-            self._catalog.put(key_of(commit), (chunk for manifest in manifests for chunk in manifest.chunks))
+            self._catalog.put(key_of(commit), manifests)
 
     def _origin(self, generation: int, nonce: str) -> Origin:
         """Objects carry the generation of their writer: ours, also when what is written was frozen under an older one."""

@@ -17,8 +17,11 @@ from unbroken.core.errors import Damaged, NewerFormat, Permanent
 from unbroken.core.limits import MAX_JSON_BYTES
 from unbroken.core.ports import Tier
 
-FORMAT = 1
-"""What this version writes, and the newest it reads."""
+FORMAT = 2
+"""The newest that this version reads."""
+
+PLAIN_FORMAT = 1
+"""What is written of everything that the first version can read, too: all without differences and codecs."""
 
 BROKEN_INPUT = (msgspec.MsgspecError, ValueError, RecursionError)
 """What decoding hostile JSON may raise."""
@@ -34,11 +37,11 @@ class _Envelope(Struct, frozen=True, kw_only=True):
     body: Raw
 
 
-def seal(kind: str, body: Struct) -> bytes:
-    """The file of `body`."""
+def seal(kind: str, body: Struct, number: int = PLAIN_FORMAT) -> bytes:
+    """The file of `body`; readers of formats below `number` refuse it."""
     raw = msgspec.json.encode(body)
     magic = f"unbroken/{kind}"
-    return _encoded(_Envelope(magic=magic, format=FORMAT, min_reader=FORMAT, checksum=_checksum(magic, FORMAT, FORMAT, raw), body=Raw(raw)))
+    return _encoded(_Envelope(magic=magic, format=number, min_reader=number, checksum=_checksum(magic, number, number, raw), body=Raw(raw)))
 
 
 def unseal(kind: str, raw: bytes, type: type[T], path: str) -> T:

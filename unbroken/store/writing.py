@@ -10,17 +10,20 @@ from typing import NamedTuple
 import msgspec
 
 from unbroken.codec.digest import digest
+from unbroken.codec.planes import IDENTITY
 from unbroken.core.errors import Permanent, Unsound
 from unbroken.core.ports import Nonces, Tier, failpoint
 from unbroken.core.records import ChunkRef, Extent, Generation, Manifest, ManifestRef, StoredPiece
 from unbroken.store import paths
 from unbroken.store.catalog import Known
+from unbroken.store.chains import Located, tabulate
+from unbroken.store.deltas import Encoder
 from unbroken.store.holds import Hold, Holds
 from unbroken.store.layout import Layout, Look, Part
 from unbroken.store.log import Key
 from unbroken.store.manifests import check_manifest, roots
 from unbroken.store.packs import Chunk, Origin, write_packs
-from unbroken.store.sealed import seal
+from unbroken.store.sealed import FORMAT, PLAIN_FORMAT, seal
 
 
 class Share(NamedTuple):
@@ -52,15 +55,17 @@ class Writing:
         hold: Hold,
         origin: Origin,
         look: Look | None = None,
+        encoder: Encoder | None = None,
     ) -> tuple[Manifest, ManifestRef]:
         """Parts of which `index` knows chunks already are referenced there. Unsound, with nothing kept, where `look` found faults."""
 
         def make() -> Manifest:
             layout = Layout(logical, per_rank, look)
-            chunks = self._store_chunks(layout, index, hold, origin)
+            chunks = self._store_chunks(layout, index, hold, origin, encoder)
             if layout.faults:
                 raise Unsound(list(layout.faults))
-            return _manifest(whose, tuple(sorted(per_rank)), chunks, layout.pieces)
+            table, first = tabulate(chunks)
+            return _manifest(whose, tuple(sorted(per_rank)), table, [_moved(stored, first) for stored in layout.pieces])
 
         return self._keep(make, hold, origin)
 
@@ -71,7 +76,7 @@ class Writing:
 
         def make() -> Manifest:
             layout = Layout(changed, {})
-            new = self._store_chunks(layout, {}, hold, origin)
+            new = tuple(chunk.ref for chunk in self._store_chunks(layout, {}, hold, origin))
             replaced = {stored.piece.pointer: _moved(stored, len(base.chunks)) for stored in layout.pieces}
             pieces = [replaced.get(s.piece.pointer, s) if s.rank is None else s for s in base.pieces]
             whose = Share(base.step, generation.number, generation.nonce, base.node, base.world_size)
@@ -95,18 +100,26 @@ class Writing:
             if written is None:
                 self._undo(hold)
 
-    def _store_chunks(self, layout: Layout, index: Mapping[str, Known], hold: Hold, origin: Origin) -> tuple[ChunkRef, ...]:
-        refs: dict[int, ChunkRef] = {}
+    def _store_chunks(
+        self, layout: Layout, index: Mapping[str, Known], hold: Hold, origin: Origin, encoder: Encoder | None = None
+    ) -> tuple[Located, ...]:
+        found: dict[int, Located] = {}
+        bases: dict[int, Located] = {}
         used: set[Key] = set()
 
         def unknown() -> Iterator[Chunk]:
             for chunk in layout:
                 known = index.get(chunk.id)
-                if known is None:
+                if known is not None:
+                    found[chunk.number] = known.chunk
+                    used.add(known.key)
+                elif encoder is None:
                     yield chunk
                 else:
-                    refs[chunk.number] = known.ref
-                    used.add(known.key)
+                    encoded, base = encoder(chunk)
+                    if base is not None:
+                        bases[chunk.number] = base
+                    yield encoded
 
         def new_path() -> str:
             path = paths.pack(self._name(origin))
@@ -114,16 +127,19 @@ class Writing:
                 hold.own.add(path)
             return path
 
-        refs.update(write_packs(self._tier, unknown(), origin, new_path))
+        written = write_packs(self._tier, unknown(), origin, new_path, PLAIN_FORMAT if encoder is None else FORMAT)
         failpoint("store.write.after_packs")
+        found |= {number: Located(ref, bases.get(number)) for number, ref in written.items()}
+        if bases and encoder is not None:
+            used.add(encoder.key)
         with self._lock:
             hold.borrowed = used
-        return tuple(refs[number] for number in range(layout.num_chunks))
+        return tuple(found[number] for number in range(layout.num_chunks))
 
     def _store_manifest(self, manifest: Manifest, hold: Hold, origin: Origin) -> ManifestRef:
         path = paths.manifest(manifest.step, manifest.generation, self._name(origin), manifest.node)
         check_manifest(manifest, path)
-        raw = seal("manifest", manifest)
+        raw = seal("manifest", manifest, PLAIN_FORMAT if all(chunk.codec == IDENTITY for chunk in manifest.chunks) else FORMAT)
         with self._lock:
             hold.own.add(path)
         self._tier.create(path, [raw])
@@ -157,4 +173,6 @@ def _manifest(whose: Share, ranks: tuple[int, ...], chunks: tuple[ChunkRef, ...]
 
 def _moved(stored: StoredPiece, by: int) -> StoredPiece:
     """The same piece where its chunks have numbers that are greater by `by`."""
+    if not by:
+        return stored
     return msgspec.structs.replace(stored, extents=tuple(Extent(e.chunk + by, e.offset, e.length) for e in stored.extents))

@@ -1,0 +1,73 @@
+"""Which chunks a new checkpoint is made smaller against: those of the same place of the same piece in the newest visible one before it.
+
+Costs a read of that checkpoint (with its chains) and what `codec.planes` costs; memory: three chunks more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from unbroken.codec.items import ITEM_BYTES
+from unbroken.codec.planes import NEEDS_BASE, encode
+from unbroken.core.errors import Damaged, StoreError
+from unbroken.core.limits import CHUNK_BYTES
+from unbroken.core.ports import Buffer, Tier
+from unbroken.core.records import Manifest, Piece
+from unbroken.store.chains import Located, locate
+from unbroken.store.log import Key
+from unbroken.store.manifests import Chunks, is_cut_at_leaves
+from unbroken.store.packs import Chunk, Place
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """How chunks are made smaller. `max_depth`: of differences one after another; 0: every checkpoint stands alone. `level`: of zstd."""
+
+    max_depth: int = 8
+    level: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.max_depth <= 32 or not 1 <= self.level <= 19:
+            raise ValueError(f"Encoding(max_depth={self.max_depth}, level={self.level}): 0 to 32, and 1 to 19")
+
+
+class Encoder:
+    """Encodes the chunks of one write, against the checkpoint `key` that `bases` are the manifests of; what cannot be read is done without."""
+
+    def __init__(self, encoding: Encoding, tier: Tier, key: Key, bases: Sequence[Manifest]) -> None:
+        self.key = key
+        self._encoding = encoding
+        self._olds: dict[tuple[int | None, str], tuple[Piece, list[int], Chunks, tuple[Located, ...]]] = {}
+        for manifest in bases if encoding.max_depth else ():
+            chunks, located = Chunks(tier, manifest), locate(manifest.chunks)
+            for stored in manifest.pieces:
+                numbers = [extent.chunk for extent in stored.extents]
+                if stored.size_bytes > CHUNK_BYTES // 64 and is_cut_at_leaves(stored, manifest.chunks):
+                    self._olds[stored.rank, stored.piece.pointer] = stored.piece, numbers, chunks, located
+
+    def __call__(self, chunk: Chunk) -> tuple[Chunk, Located | None]:
+        """The chunk as it is to be stored, and what it is a difference from."""
+        place = chunk.place
+        width = 1 if place is None else min(8, ITEM_BYTES.get(place.piece.dtype, 1))
+        width = width // 2 if place is not None and place.piece.dtype.startswith("complex") else width
+        base, data = self._base(place)
+        encoded = encode(chunk.data, width, data, level=self._encoding.level)
+        if not encoded.codec:
+            return chunk, None
+        return chunk._replace(codec=encoded.codec, stored=encoded.data), base if encoded.codec in NEEDS_BASE else None
+
+    def _base(self, place: Place | None) -> tuple[Located | None, Buffer | None]:
+        old = None if place is None else self._olds.get((place.rank, place.piece.pointer))
+        if place is None or old is None:
+            return None, None
+        piece, numbers, chunks, located = old
+        if (piece.dtype, piece.shape) != (place.piece.dtype, place.piece.shape) or place.index >= len(numbers):
+            return None, None
+        base = located[numbers[place.index]]
+        if base.depth >= self._encoding.max_depth:
+            return None, None
+        try:
+            return base, chunks.get(numbers[place.index]).data
+        except (Damaged, StoreError, FileNotFoundError):  # safe: it is stored whole; who reads the old one is told
+            return None, None
