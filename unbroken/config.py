@@ -31,7 +31,9 @@ class Options(TypedDict, total=False):
     total_steps: stop after this many steps. units: micro-batches per step, fixed at birth (default: smallest power of two that is at
     least the world size and divides the global batch). seed: of the random streams inside units (default: the data's). threads:
     intra-op threads per rank, fixed at birth (default 1 on CPU). keep: newest checkpoints kept besides milestones.
-    milestone_every: "1000 steps" makes each such step's checkpoint a milestone, which stays (default: none). hang_timeout: how long
+    milestone_every: "1000 steps" makes each such step's checkpoint a milestone, which stays (default: none). full_every: "1000 steps"
+    or "6h" stores checkpoints as exact differences from the one before, and whole at least so often, counted across restarts (default:
+    none; all are stored whole, but for what has not changed). hang_timeout: how long
     a rank may stand still inside a step, such as "600s", before all are ended and started again; "auto" (default) learns it from the
     run's own steps: 5 times their median and spread, at least 30 s; None: nobody watches. Evaluations (`run.eval`), saves, starts and
     first steps may take longer, and in a notebook or under a debugger nobody watches. log_to: sinks of metrics, "jsonl" (default:
@@ -46,6 +48,7 @@ class Options(TypedDict, total=False):
     threads: int | None
     keep: int
     milestone_every: str | None
+    full_every: str | None
     reduce: Reduce
     hang_timeout: str | None
     log_to: LogTo
@@ -86,6 +89,7 @@ class RunConfig:
     hang_timeout: float | Literal["auto"] | None = "auto"
     log_to: tuple[Target, ...] = (Target(JSON_LINES),)
     milestone_every: int | None = None
+    full_every: Interval | None = None
     lineage: str = MAIN_LINEAGE
     anomalies: Anomalies = field(default_factory=Anomalies)
     origins: tuple[str, ...] = field(default=(), compare=False)
@@ -222,6 +226,14 @@ RUN = Table(
             accepts='steps, such as "1000 steps"',
             help="Each such step's checkpoint is a milestone, which stays for ever. Default: none.",
             check=_milestone_steps,
+        ),
+        Setting(
+            name="full_every",
+            default=None,
+            accepts='steps such as "1000 steps" or a time such as "6h"',
+            help="Checkpoints are stored as exact differences from the one before, and whole at least so often, as milestones are. "
+            "Default: all are whole.",
+            check=_interval,
         ),
         Setting(
             name="hang_timeout",

@@ -20,7 +20,7 @@ from unbroken.cluster.exitcode import use_exit_codes
 from unbroken.config import RunConfig
 from unbroken.core.errors import EnvironmentChanged, LayoutMismatch, NoCheckpoint, Refused, SaveFailed, UnbrokenError, describe
 from unbroken.core.limits import NUM_SLOTS
-from unbroken.core.messages import Failed, Plan, Status, StatusReply
+from unbroken.core.messages import Failed, Plan, Rules, Status, StatusReply
 from unbroken.core.ports import Clock
 from unbroken.core.records import MAIN_LINEAGE
 from unbroken.data.loader import Source
@@ -108,8 +108,7 @@ class Opening:
             options=self._birth_facts(),
             once=self.done,
             lineage=self.config.lineage,
-            allow_nonfinite=self.config.anomalies.nan == "ignore",
-            reach_back=self.config.anomalies.reach_back,
+            rules=self._rules(),
         )
         self.link = self.start.connect()
         self.moments["rendezvous"] = self.clock.monotonic()
@@ -272,6 +271,15 @@ class Opening:
         for one in found:
             if one.remedy:
                 print(f"unbroken: {one.name}: {one.remedy}", file=sys.stderr)
+
+    def _rules(self) -> Rules:
+        full = self.config.full_every
+        return Rules(
+            allow_nonfinite=self.config.anomalies.nan == "ignore",
+            reach_back=self.config.anomalies.reach_back,
+            full_steps=None if full is None else full.steps,
+            full_s=None if full is None else full.seconds,
+        )
 
     def _birth_facts(self) -> dict[str, Any]:
         """What is fixed when the run is born; a run that exists answers with its own."""

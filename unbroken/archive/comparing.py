@@ -148,7 +148,7 @@ class _At(NamedTuple):
     start: int
 
     def read(self, side: _Side, length: int) -> bytes:
-        return side.chunks.get(self.number).data[self.start : self.start + length]
+        return bytes(memoryview(side.chunks.get(self.number).data)[self.start : self.start + length])
 
 
 class _Span(NamedTuple):

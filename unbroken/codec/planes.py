@@ -74,8 +74,9 @@ def decode(codec: int, stored: Buffer, size_bytes: int, base: Buffer | None = No
     if len(view) - at != size_bytes - count * width:
         raise ValueError(f"{len(view) - at} bytes after its planes where {size_bytes - count * width} belong")
     numbers = planes.reshape(-1).view(f"<u{width}")
-    _restore(codec, numbers, None if base is None else _numbers(base, width))
-    return planes.tobytes() + bytes(view[at:])
+    _restore(codec, numbers, _numbers(base, width) if base is not None and codec in NEEDS_BASE else None)
+    whole = planes.reshape(-1).data
+    return whole if at == len(view) else b"".join((whole, view[at:]))
 
 
 def entropy_bytes(data: Buffer, width: int, base: Buffer | None = None) -> float:
@@ -123,6 +124,8 @@ def _transformed(codec: int, numbers: Numbers, base: Numbers | None) -> Numbers:
 
 def _restore(codec: int, numbers: Numbers, base: Numbers | None) -> None:
     """Undo `_transformed`, in place."""
+    if base is None:
+        return
     if codec == XOR:
         numbers ^= base
     elif codec == DIFFERENCE:
@@ -159,10 +162,12 @@ def _planes(numbers: Numbers, level: int) -> list[bytes]:
 def _plane(plane: npt.NDArray[np.uint8], compressor: zstandard.ZstdCompressor) -> tuple[int, bytes]:
     if len(plane) and not (plane != plane[0]).any():
         return _CONSTANT, plane[:1].tobytes()
-    if _entropy(_sample(plane, 1)) > _WORTH_IT * len(_sample(plane, 1)):
-        return _RAW, plane.tobytes()
-    data = compressor.compress(plane)
-    return (_ZSTD, data) if len(data) < len(plane) else (_RAW, plane.tobytes())
+    raw = plane.tobytes()
+    sample = _sample(raw, 1)
+    if _entropy(sample) > _WORTH_IT * len(sample):
+        return _RAW, raw
+    data = compressor.compress(raw)
+    return (_ZSTD, data) if len(data) < len(raw) else (_RAW, raw)
 
 
 def _read_planes(view: memoryview, planes: npt.NDArray[np.uint8], at: int) -> int:

@@ -36,11 +36,22 @@ class Welcome(Struct, frozen=True, kw_only=True, tag="welcome"):
     directory: str
 
 
+class Rules(Struct, frozen=True, kw_only=True):
+    """How the daemon keeps a run. `allow_nonfinite`: snapshots that hold NaN may become checkpoints. `reach_back`: a checkpoint at least
+    so many steps older than the newest one must stay. With `full_steps` or `full_s` checkpoints are stored as differences from the one
+    before, and whole when one that is has become so many steps or seconds old.
+    """
+
+    allow_nonfinite: bool = False
+    reach_back: int = 0
+    full_steps: int | None = None
+    full_s: float | None = None
+
+
 class Begin(Struct, frozen=True, kw_only=True, tag="begin"):
     """Rank 0: choose where to start. `options` are birth facts, written to run.json if the run is new, else returned as stored.
 
-    `at_most`: no step beyond this one will do. `allow_nonfinite`: snapshots that hold NaN may become checkpoints. `reach_back`: a
-    checkpoint at least so many steps older than the newest one must stay.
+    `at_most`: no step beyond this one will do.
     """
 
     world_size: int
@@ -48,8 +59,7 @@ class Begin(Struct, frozen=True, kw_only=True, tag="begin"):
     options: dict[str, Any] = msgspec.field(default_factory=dict)
     restart_count: int = 0
     at_most: int | None = None
-    allow_nonfinite: bool = False
-    reach_back: int = 0
+    rules: Rules = Rules()
 
 
 class SlotSource(Struct, frozen=True, kw_only=True):

@@ -21,7 +21,7 @@ from unbroken.core.records import EventRecord, Manifest, ManifestRef, Piece, Roo
 from unbroken.daemon.folder import LiveJournal, RunFolder
 from unbroken.daemon.plan import MemoryCut
 from unbroken.shm.slots import Slot
-from unbroken.store.layout import Look, Part
+from unbroken.store.layout import Part
 from unbroken.store.repository import Repository
 
 MAX_WRITES = 3
@@ -135,7 +135,7 @@ def drain(cargo: Cargo, folder: RunFolder) -> str:
     indexes = [slot.index() for slot in cargo.slots]
     for attempt in range(1, MAX_WRITES + 1):
         cargo.journal.check_folder()
-        manifest, ref = _write(cargo, indexes, None if folder.allow_nonfinite else poison)
+        manifest, ref = _write(cargo, indexes, folder)
         failpoint("drain.written")
         _compare_replicas(cargo, indexes, manifest)
         if not cargo.whole:
@@ -176,8 +176,8 @@ def _parts(slot: Slot, index: SlotIndex, scope: str) -> list[Part]:
     ]
 
 
-def _write(cargo: Cargo, indexes: list[SlotIndex], look: Look | None) -> tuple[Manifest, ManifestRef]:
-    """Poisoned, with the first pieces by name, where `look` finds any. Rank 0's are enough: other ranks' must have the same bytes."""
+def _write(cargo: Cargo, indexes: list[SlotIndex], folder: RunFolder) -> tuple[Manifest, ManifestRef]:
+    """Poisoned, with the first pieces by name, where any is. Rank 0's are looked at: other ranks' must have the same bytes."""
     try:
         return cargo.repository.write(
             step=cargo.cut.step,
@@ -187,7 +187,8 @@ def _write(cargo: Cargo, indexes: list[SlotIndex], look: Look | None) -> tuple[M
             world_size=cargo.cut.world_size,
             logical=_parts(cargo.slots[0], indexes[0], "logical"),
             per_rank={rank: _parts(slot, index, "rank") for rank, (slot, index) in enumerate(zip(cargo.slots, indexes, strict=True))},
-            look=look,
+            look=None if folder.rules.allow_nonfinite else poison,
+            encoding=folder.encoding(cargo.repository, cargo.cut.step, milestone=indexes[0].milestone),
         )
     except Unsound as error:
         found = error.faults

@@ -13,12 +13,13 @@ import msgspec
 
 from unbroken.core.errors import NoCheckpoint, Refused, SaveFailed, StoreError, Transient, UnbrokenError
 from unbroken.core.limits import KEEP_NEWEST, MAX_HANG_FILES
-from unbroken.core.messages import Bad, Begin, Opened, Plan
+from unbroken.core.messages import Bad, Begin, Opened, Plan, Rules
 from unbroken.core.os import boot_id, hostname
 from unbroken.core.ports import Clock, Nonces, Tier
 from unbroken.core.records import BeginRecord, Generation, JournalLine, LogState, Record, RootRecord, RunFacts, StepRecord, Writer
 from unbroken.daemon.plan import Choice, Key, MemoryCut, choose
 from unbroken.store import paths
+from unbroken.store.deltas import MAX_DEPTH, Encoding, is_full_due
 from unbroken.store.journal import JournalWriter
 from unbroken.store.lease import WriterLease
 from unbroken.store.log import visible
@@ -118,8 +119,7 @@ class RunFolder:
         self._notes: list[str] = []
         self._news: list[str] = []
         self._keep: int | None = None
-        self._reach_back = 0
-        self.allow_nonfinite = False
+        self.rules = Rules()
         self._turn = threading.Lock()
 
     @property
@@ -143,8 +143,7 @@ class RunFolder:
         `last_applied` is the newest step of the generation that ended, None if this daemon did not see it. A collection in progress is
         waited for: it ends after the file it is just removing.
         """
-        self._keep, self.allow_nonfinite = request.options.get("keep"), request.allow_nonfinite
-        self._reach_back = request.reach_back
+        self._keep, self.rules = request.options.get("keep"), request.rules
         if request.world_size < 1:
             raise ValueError(f"world_size {request.world_size}: must be at least 1")
         self._tier.is_starting = True  # from here on nothing is removed until `opened`: it may be what this start loads (I2)
@@ -214,13 +213,21 @@ class RunFolder:
         journal.add([begin])
         return journal
 
+    def encoding(self, repository: Repository, step: int, *, milestone: bool) -> Encoding | None:
+        """How the checkpoint of this step is to be stored: milestones stand alone, and so do others now and then; None: as it is."""
+        rules = self.rules
+        if rules.full_steps is None and rules.full_s is None:
+            return None
+        full = milestone or is_full_due(repository.visible(), step, self.clock.utc(), rules.full_steps, rules.full_s)
+        return Encoding(max_depth=0 if full else MAX_DEPTH)
+
     def collect(self, repository: Repository) -> None:
         """Remove old checkpoints, from the drain thread; put off while a start is in progress."""
         keep = self._keep if self._keep is not None else repository.facts.options.get("keep")
         keep_newest = keep if isinstance(keep, int) and keep >= 1 else KEEP_NEWEST
         with self._turn:
             if not self._tier.is_starting:
-                repository.collect(keep_newest, reach_back=self._reach_back, writer=self.writer, clock=self.clock)
+                repository.collect(keep_newest, reach_back=self.rules.reach_back, writer=self.writer, clock=self.clock)
 
     def keep_stacks(self, step: int, generation: int, text: str) -> str:
         """Write what the watchdog has seen into the folder of stacks, the oldest of which go; the file's path. For people: never read."""

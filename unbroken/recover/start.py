@@ -20,7 +20,7 @@ from unbroken.capture.tree import Item, flatten, rebuild, write_item
 from unbroken.codec.digest import digest, state_root
 from unbroken.core import os as host
 from unbroken.core.errors import CheckFailed, Damaged, NoCheckpoint, Refused
-from unbroken.core.messages import Bad, Begin, Hello, Opened, Plan
+from unbroken.core.messages import Bad, Begin, Hello, Opened, Plan, Rules
 from unbroken.core.ports import Clock, Tier, environment
 from unbroken.core.records import MAIN_LINEAGE, Piece
 from unbroken.recover.attempts import attempt, must_find, opened_so_far
@@ -86,8 +86,7 @@ class Start:
     resume: str
     options: dict[str, Any]
     lineage: str = MAIN_LINEAGE
-    allow_nonfinite: bool = False
-    reach_back: int = 0
+    rules: Rules = field(default_factory=Rules)
     counters: Counters = field(default_factory=Counters)
     differences: tuple[str, ...] = ()
     moments: dict[str, float] = field(default_factory=dict)
@@ -134,8 +133,7 @@ class Start:
             options=self.options,
             restart_count=restarts,
             at_most=at_most,
-            allow_nonfinite=self.allow_nonfinite,
-            reach_back=self.reach_back,
+            rules=self.rules,
         )
         return self._from_rank_0(lambda: self._ask_for_plan(link, question, elsewhere))
 
@@ -213,7 +211,7 @@ class Start:
             else:
                 loaded = from_memory(link, plan, rank)
                 check_frozen(loaded, self.tier, plan, rank, self.lineage)
-                if not self.allow_nonfinite:
+                if not self.rules.allow_nonfinite:
                     require_sound(loaded, plan, rank)
             return loaded, _Found(root=loaded.root)
         except Damaged as error:

@@ -7,24 +7,45 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 
 from unbroken.codec.items import ITEM_BYTES
 from unbroken.codec.planes import NEEDS_BASE, encode
 from unbroken.core.errors import Damaged, StoreError
 from unbroken.core.limits import CHUNK_BYTES
 from unbroken.core.ports import Buffer, Tier
-from unbroken.core.records import Manifest, Piece
+from unbroken.core.records import CommitEntry, Manifest, Piece
 from unbroken.store.chains import Located, locate
 from unbroken.store.log import Key
 from unbroken.store.manifests import Chunks, is_cut_at_leaves
 from unbroken.store.packs import Chunk, Place
+
+MAX_DEPTH = 8
+"""Differences one after another, unless said otherwise: reading the last costs the reading of all."""
+
+
+def is_full_due(commits: Sequence[CommitEntry], step: int, now: str, every_steps: int | None, every_s: float | None) -> bool:
+    """Has a multiple of `every_steps` passed since the newest checkpoint that stands alone, or `every_s` before `now` (UTC)?
+
+    True where there is none. Decided from the log, so that restarts do not matter.
+    """
+    last = next((commit for commit in reversed(commits) if commit.kind == "full"), None)
+    if last is None:
+        return True
+    if every_steps is not None and step // every_steps > last.step // every_steps:
+        return True
+    try:
+        age_s = (datetime.fromisoformat(now) - datetime.fromisoformat(last.time)).total_seconds()
+    except ValueError:  # an older writer told no time
+        return every_s is not None
+    return every_s is not None and age_s >= every_s
 
 
 @dataclass(frozen=True)
 class Encoding:
     """How chunks are made smaller. `max_depth`: of differences one after another; 0: every checkpoint stands alone. `level`: of zstd."""
 
-    max_depth: int = 8
+    max_depth: int = MAX_DEPTH
     level: int = 1
 
     def __post_init__(self) -> None:
@@ -33,7 +54,7 @@ class Encoding:
 
 
 class Encoder:
-    """Encodes the chunks of one write, against the checkpoint `key` that `bases` are the manifests of; what cannot be read is done without."""
+    """Encodes the chunks of one write against the checkpoint `key`, whose manifests are `bases`. What cannot be read is done without."""
 
     def __init__(self, encoding: Encoding, tier: Tier, key: Key, bases: Sequence[Manifest]) -> None:
         self.key = key
@@ -62,12 +83,12 @@ class Encoder:
         if place is None or old is None:
             return None, None
         piece, numbers, chunks, located = old
-        if (piece.dtype, piece.shape) != (place.piece.dtype, place.piece.shape) or place.index >= len(numbers):
+        if (piece.dtype, piece.shape) != (place.piece.dtype, place.piece.shape) or place.nth >= len(numbers):
             return None, None
-        base = located[numbers[place.index]]
+        base = located[numbers[place.nth]]
         if base.depth >= self._encoding.max_depth:
             return None, None
         try:
-            return base, chunks.get(numbers[place.index]).data
+            return base, chunks.get(numbers[place.nth]).data
         except (Damaged, StoreError, FileNotFoundError):  # safe: it is stored whole; who reads the old one is told
             return None, None

@@ -175,7 +175,15 @@ def durable_head(tier: Tier, lineage: str, generation: int, nonce: str) -> str:
 
 def _header_line(lineage: str, generation: int, nonce: str) -> bytes:
     checksum = _header_checksum(PLAIN_FORMAT, PLAIN_FORMAT, lineage, generation, nonce)
-    header = _Header(magic=_MAGIC, format=PLAIN_FORMAT, min_reader=PLAIN_FORMAT, lineage=lineage, generation=generation, nonce=nonce, checksum=checksum)
+    header = _Header(
+        magic=_MAGIC,
+        format=PLAIN_FORMAT,
+        min_reader=PLAIN_FORMAT,
+        lineage=lineage,
+        generation=generation,
+        nonce=nonce,
+        checksum=checksum,
+    )
     return msgspec.json.encode(header) + b"\n"
 
 

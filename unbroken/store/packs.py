@@ -26,7 +26,7 @@ from unbroken.core.limits import LEAF_BYTES, PACK_BYTES
 from unbroken.core.ports import Buffer, Tier
 from unbroken.core.records import ChunkRef, Count, Digest, Piece
 from unbroken.store.paths import nonce_hex, pack_origin
-from unbroken.store.sealed import BROKEN_INPUT, FORMAT, PLAIN_FORMAT, check_format
+from unbroken.store.sealed import BROKEN_INPUT, PLAIN_FORMAT, check_format
 
 ALIGN_BYTES = 4096
 MAX_CHUNK_BYTES = 32 << 20
@@ -40,11 +40,11 @@ _MAX_FOOTER_BYTES = 64 << 20
 
 
 class Place(NamedTuple):
-    """Where a chunk belongs: the `index`-th of a piece of one rank, or of all (None)."""
+    """Where a chunk belongs: the `nth` of a piece of one rank, or of all (None)."""
 
     rank: int | None
     piece: Piece
-    index: int
+    nth: int
 
 
 class Chunk(NamedTuple):
@@ -96,7 +96,7 @@ def write_packs(
 ) -> dict[int, ChunkRef]:
     """Store all chunks, in packs of about PACK_BYTES, durable on return; where each lies, by number. Memory: one chunk at a time.
 
-    `number`: the format of the packs; encoded chunks need FORMAT.
+    `number`: the format of the packs; encoded chunks need sealed.FORMAT.
     """
     refs: dict[int, ChunkRef] = {}
     waiting = next(chunks, None)
@@ -163,7 +163,7 @@ def read_chunk(tier: Tier, ref: ChunkRef, base: Buffer | None = None) -> Read:
 
 
 def audit_pack(tier: Tier, path: str) -> dict[Packed, list[bytes]]:
-    """Verify every byte of a pack; its chunks and the leaf digests of their stored bytes. Raises Damaged at the first fault, NewerFormat."""
+    """Verify every byte of a pack; its chunks and the leaf digests of their stored bytes. Raises Damaged at the first fault."""
     header = _read(tier, path, 0, _HEADER.size)
     if _parse_header(header, path).nonce[:16] != pack_origin(path):
         raise Damaged(path, "was written by another generation than its name says")
@@ -181,9 +181,7 @@ def audit_pack(tier: Tier, path: str) -> dict[Packed, list[bytes]]:
             raise Damaged(path, f"bytes between chunks at {end} are not zero")
         if packed.codec == IDENTITY and packed.raw_bytes != packed.stored_bytes:
             raise Damaged(path, f"the footer claims {packed.raw_bytes} bytes for a chunk of {packed.stored_bytes} that is stored as it is")
-        as_stored = ChunkRef(
-            id=packed.id, pack=path, offset=packed.offset, stored_bytes=packed.stored_bytes, raw_bytes=packed.stored_bytes
-        )
+        as_stored = ChunkRef(id=packed.id, pack=path, offset=packed.offset, stored_bytes=packed.stored_bytes, raw_bytes=packed.stored_bytes)
         found[packed] = read_chunk(tier, as_stored).leaves
         end = packed.offset + packed.stored_bytes
     if end != footer_offset:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import struct
 
 import numpy as np
@@ -100,10 +101,8 @@ def test_the_bound_is_the_entropy_of_the_best_way() -> None:
 @settings(max_examples=200, deadline=None)
 @given(stored=st.binary(max_size=400), size=st.integers(0, 5000), codec=st.integers(0, 9), with_base=st.booleans())
 def test_hostile_bytes_are_refused(stored: bytes, size: int, codec: int, with_base: bool) -> None:
-    try:
+    with contextlib.suppress(ValueError):
         assert len(decode(codec, stored, size, bytes(size) if with_base else None)) == size
-    except ValueError:
-        pass
 
 
 @settings(max_examples=200, deadline=None)
@@ -113,10 +112,8 @@ def test_one_changed_byte_is_refused_or_gives_as_many_bytes(at: int, to: int, cu
     stored = bytearray(encode(data, 4).data)
     stored[at % len(stored)] = to
     for hostile in (bytes(stored), bytes(stored[: cut % len(stored)])):
-        try:
+        with contextlib.suppress(ValueError):
             assert len(decode(PLANES, hostile, len(data))) == len(data)
-        except ValueError:
-            pass
 
 
 @pytest.mark.parametrize(
@@ -145,5 +142,5 @@ def test_a_frame_that_claims_gigabytes_allocates_nothing() -> None:
     lying = zstandard.ZstdCompressor().compress(bytes(1000))
     head = lying[:4] + bytes([0b1110_0000]) + struct.pack("<Q", 8 << 30) + lying[6:]
     stored = b"\x01" + struct.pack("<BI", 1, len(head)) + head
-    with at_most(4 << 20), pytest.raises(ValueError, match="claims other than|cannot be decompressed"):
+    with at_most(4 << 20), pytest.raises(ValueError, match=r"claims other than|cannot be decompressed"):
         decode(PLANES, stored, 1000)

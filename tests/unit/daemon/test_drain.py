@@ -14,7 +14,7 @@ import pytest
 
 from tests.rigs.fake_trainer import pieces_of
 from unbroken.core.errors import CheckFailed, Damaged, SaveFailed, Transient, describe
-from unbroken.core.messages import Begin, Failed, Opened, SlotSource
+from unbroken.core.messages import Begin, Failed, Opened, Rules, SlotSource
 from unbroken.core.os import memory_file
 from unbroken.core.ports import SystemClock, SystemNonces, arm
 from unbroken.core.records import RootRecord, SlotIndex, StepRecord
@@ -90,7 +90,7 @@ def test_B38_what_is_poisoned_is_not_committed_and_named(folder: RunFolder, valu
 
 
 def test_B38_who_asks_for_it_gets_poisoned_checkpoints(folder: RunFolder) -> None:
-    folder.begin(Begin(world_size=2, resume="auto", allow_nonfinite=True), [], witnessed=False, last_applied=None)
+    folder.begin(Begin(world_size=2, resume="auto", rules=Rules(allow_nonfinite=True)), [], witnessed=False, last_applied=None)
     live = folder.opened(Opened(generation=0, step=0, loaded_root=""))
     drain(cargo_of(folder, live, 0, weights(math.nan), weights(math.nan)), folder)
     assert steps(folder) == [0]

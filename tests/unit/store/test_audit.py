@@ -195,11 +195,11 @@ def test_every_bad_object_is_named_not_only_the_first() -> None:
 
 def test_a_newer_format_is_an_error_of_its_own() -> None:
     path = RUN.list("manifests")[0]
-    newer = RUN.read(path).replace(b'"format":1,"min_reader":1', b'"format":2,"min_reader":2')
+    newer = RUN.read(path).replace(b'"format":1,"min_reader":1', b'"format":99,"min_reader":99')
     assert bad_paths(with_object(path, newer)) == [path], "a commit names its manifest's bytes, so this is a change"
     entry = RUN.list("runs/main/log")[0]
     with pytest.raises(NewerFormat):
-        bad_paths(with_object(entry, RUN.read(entry).replace(b'"format":1,"min_reader":1', b'"format":2,"min_reader":2')))
+        bad_paths(with_object(entry, RUN.read(entry).replace(b'"format":1,"min_reader":1', b'"format":99,"min_reader":99')))
 
 
 def test_a_run_that_goes_on_meanwhile_is_not_called_bad() -> None:

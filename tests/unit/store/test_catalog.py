@@ -20,7 +20,7 @@ def test_a_chunk_is_known_from_the_newest_commit_that_holds_it() -> None:
     tier = two_that_share()
     index = Catalog(tier).index(Log.open(tier).state)
     assert {known.key for known in index.values()} == {(20, 0)}
-    assert all(known.ref.id == chunk_id for chunk_id, known in index.items())
+    assert all(known.chunk.ref.id == chunk_id for chunk_id, known in index.items())
 
 
 def test_chunks_in_condemned_short_or_missing_packs_are_not_known() -> None:

@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from tests.rigs.store_run import WRITER, StillClock, Trainer, load, start
+from tests.rigs.store_run import WRITER, StillClock, Trainer, load, rank_state, start
 from unbroken.codec.planes import IDENTITY
 from unbroken.core.errors import Damaged, NewerFormat
 from unbroken.core.records import CommitEntry, Piece, RootRecord
@@ -34,7 +34,14 @@ def state(step: int) -> list[Part]:
 def save(trainer: Trainer, step: int, encoding: Encoding | None = Encoding(max_depth=3)) -> CommitEntry:  # noqa: B008
     g = trainer.generation
     written = trainer.repository.write(
-        step=step, generation=g.number, nonce=g.nonce, node=0, world_size=g.world_size, logical=state(step), per_rank={}, encoding=encoding
+        step=step,
+        generation=g.number,
+        nonce=g.nonce,
+        node=0,
+        world_size=g.world_size,
+        logical=state(step),
+        per_rank={0: rank_state(step, 0)},
+        encoding=encoding,
     )
     trainer.journal.add(RootRecord(step=step, state_root=written[0].state_root, rank_roots=()))
     trainer.journal.sync()
@@ -50,6 +57,10 @@ def stored_bytes(tier: MemoryTier) -> int:
 
 def expected(step: int) -> dict[str, bytes]:
     return {part.piece.pointer: bytes(part.data) for part in state(step)}
+
+
+def flipped(raw: bytes, at: int) -> bytes:
+    return raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :]
 
 
 def test_differences_are_smaller_and_read_exactly() -> None:
@@ -131,7 +142,7 @@ def test_a_damaged_base_ends_those_that_need_it_and_no_other() -> None:
     (manifest,) = trainer.repository.manifests(trainer.repository.visible()[1])
     (w,) = [s for s in manifest.pieces if s.piece.pointer == "/w"]
     chunk = manifest.chunks[w.extents[0].chunk]
-    tier.flip(chunk.pack, chunk.offset + 9)
+    tier._objects[chunk.pack] = flipped(tier.read(chunk.pack), chunk.offset + 9)
     reader = Repository.open(tier)
     first, second, third = reader.visible()
     assert load(reader, first) == expected(1)

@@ -211,7 +211,7 @@ def test_a_newer_entry_is_refused_not_passed_over() -> None:
     tier, _ = log_of(opens(0), commit(10))
     path = paths.log_entry("main", 1)
     objects = dict(tier.snapshot())
-    objects[path] = objects[path].replace(b'"format":1,"min_reader":1', b'"format":2,"min_reader":2')
+    objects[path] = objects[path].replace(b'"format":1,"min_reader":1', b'"format":99,"min_reader":99')
     with pytest.raises(NewerFormat):
         Log.open(MemoryTier(tuple(objects.items())))
 

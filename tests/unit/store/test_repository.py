@@ -107,7 +107,7 @@ def test_damaged_and_newer_facts_are_said_so() -> None:
     start(tier).save(10)
     with pytest.raises(Damaged, match=r"run\.json"):
         Repository.open(flipped(tier, "run.json", 150))
-    newer = seal("run", FACTS).replace(b'"format":1,"min_reader":1', b'"format":2,"min_reader":2')
+    newer = seal("run", FACTS).replace(b'"format":1,"min_reader":1', b'"format":99,"min_reader":99')
     with pytest.raises(NewerFormat):
         Repository.open(with_objects(tier, {"run.json": newer}))
 
