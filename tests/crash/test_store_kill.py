@@ -14,6 +14,7 @@ from tests.rigs.store_child import in_child, suicide
 from tests.rigs.store_run import load, newest_good, objects_of, start, whole_value
 from unbroken.core.errors import NoCheckpoint
 from unbroken.core.ports import SystemNonces, arm
+from unbroken.store.deltas import Encoding
 from unbroken.store.repository import Repository
 from unbroken.store.tiers.disk import DiskTier
 
@@ -34,8 +35,12 @@ PLACES = [
 ]
 
 
-def train(tier: DiskTier, steps: range, say: Callable[[str], None], keep: int = 2) -> None:
-    trainer = start(tier, nonces=SystemNonces())
+LARGE = 20_000
+"""Numbers of which a piece has chunks of its own, so that they can be differences."""
+
+
+def train(tier: DiskTier, steps: range, say: Callable[[str], None], keep: int = 2, encoding: Encoding | None = None) -> None:
+    trainer = start(tier, nonces=SystemNonces(), num_floats=1000 if encoding is None else LARGE, encoding=encoding)
     say("ready")
     for step in steps:
         say(f"begin {step}")
@@ -68,13 +73,14 @@ def assert_recovers(root: Path, at_least: int, at_most: int) -> None:
     assert report.ok, report.bad
 
 
+@pytest.mark.parametrize("encoding", [None, Encoding(max_depth=3)], ids=["whole", "differences"])
 @pytest.mark.parametrize("nth", [1, 2])
 @pytest.mark.parametrize("place", PLACES)
-def test_B01_I1_I2_killed_at_a_named_place_nothing_is_half_there(tmp_path: Path, place: str, nth: int) -> None:
+def test_B01_I1_I2_killed_at_a_named_place_nothing_is_half_there(tmp_path: Path, place: str, nth: int, encoding: Encoding | None) -> None:
     tier = DiskTier(str(tmp_path / "run"))
 
     def act(say: Callable[[str], None]) -> None:
-        train(tier, range(1, 4), lambda line: None, keep=1)
+        train(tier, range(1, 4), lambda line: None, keep=1, encoding=encoding)
         left = [nth]
 
         def strike() -> None:
@@ -83,7 +89,7 @@ def test_B01_I1_I2_killed_at_a_named_place_nothing_is_half_there(tmp_path: Path,
                 suicide()
 
         arm(place, strike)
-        train(tier, range(4, 9), say, keep=1)
+        train(tier, range(4, 9), say, keep=1, encoding=encoding)
 
     said, status = in_child(act)
     assert os.WIFSIGNALED(status), said
@@ -93,11 +99,14 @@ def test_B01_I1_I2_killed_at_a_named_place_nothing_is_half_there(tmp_path: Path,
     assert_recovers(tmp_path / "run", max([3, *ended]), max([3, *begun]))
 
 
+@pytest.mark.parametrize("encoding", [None, Encoding(max_depth=3)], ids=["whole", "differences"])
 @pytest.mark.parametrize("seed", range(30))
-def test_B01_e_killed_at_any_moment_the_newest_is_whole_and_not_older_than_the_last_save_that_returned(tmp_path: Path, seed: int) -> None:
+def test_B01_e_killed_at_any_moment_the_newest_is_whole_and_not_older_than_the_last_save_that_returned(
+    tmp_path: Path, seed: int, encoding: Encoding | None
+) -> None:
     tier = DiskTier(str(tmp_path / "run"))
     delay_s = random.Random(seed).uniform(0.001, 0.05)
-    said, status = in_child(lambda say: train(tier, range(1, 100_000), say), kill_after_s=delay_s)
+    said, status = in_child(lambda say: train(tier, range(1, 100_000), say, encoding=encoding), kill_after_s=delay_s)
     assert os.WTERMSIG(status) == signal.SIGKILL
     ended = [int(line.split()[1]) for line in said if line.startswith("end")]
     begun = [int(line.split()[1]) for line in said if line.startswith("begin")]

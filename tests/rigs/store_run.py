@@ -14,6 +14,7 @@ from unbroken.core.errors import Damaged, NoCheckpoint
 from unbroken.core.ports import Nonces, Tier
 from unbroken.core.records import CommitEntry, Generation, GenerationEntry, LogEntry, Manifest, Piece, RootRecord, RunFacts, Writer
 from unbroken.store import paths
+from unbroken.store.deltas import Encoding
 from unbroken.store.journal import JournalWriter
 from unbroken.store.log import Log
 from unbroken.store.repository import Part, Repository
@@ -75,6 +76,7 @@ class Trainer:
     generation: Generation
     journal: JournalWriter = field(init=False)
     num_floats: int = NUM_FLOATS
+    encoding: Encoding | None = None
 
     def __post_init__(self) -> None:
         g = self.generation
@@ -92,6 +94,7 @@ class Trainer:
             world_size=size,
             logical=state(k, self.num_floats) if logical is None else logical,
             per_rank={rank: rank_state(k, rank) for rank in range(size)},
+            encoding=self.encoding,
         )
 
     def save(self, step: int, value: int | None = None, *, milestone: bool = False, logical: list[Part] | None = None) -> CommitEntry:
@@ -112,20 +115,35 @@ class Trainer:
         return self.repository.collect(keep_newest, writer=WRITER, clock=StillClock())
 
 
-def start(tier: Tier, *, nonces: Nonces | None = None, world_size: int = 2, num_floats: int = NUM_FLOATS, lineage: str = "main") -> Trainer:
+def start(
+    tier: Tier,
+    *,
+    nonces: Nonces | None = None,
+    world_size: int = 2,
+    num_floats: int = NUM_FLOATS,
+    lineage: str = "main",
+    encoding: Encoding | None = None,
+) -> Trainer:
     """Begin a run, or go on from its newest good checkpoint as a new generation, condemning what turns out bad."""
     source = nonces or CountedNonces(f"rig {next(_starts)}")
     if not Repository.exists(tier):
         repository = Repository.create(tier, FACTS, nonces=source)
-        return opened(repository, None, source, world_size, num_floats)
+        return opened(repository, None, source, world_size, num_floats, encoding)
     repository = Repository.open(tier, lineage, nonces=source)
     base, _, passed_over = newest_good(repository)
     for commit, damaged in passed_over:
         repository.condemn(commit.step, commit.generation, [damaged.path], damaged.reason, writer=WRITER, clock=StillClock())
-    return opened(repository, base, source, world_size, num_floats)
+    return opened(repository, base, source, world_size, num_floats, encoding)
 
 
-def opened(repository: Repository, base: CommitEntry | None, nonces: Nonces, world_size: int = 2, num_floats: int = NUM_FLOATS) -> Trainer:
+def opened(
+    repository: Repository,
+    base: CommitEntry | None,
+    nonces: Nonces,
+    world_size: int = 2,
+    num_floats: int = NUM_FLOATS,
+    encoding: Encoding | None = None,
+) -> Trainer:
     """A trainer on a new generation that continues from `base`."""
     generation = repository.open_generation(
         base_step=base.step if base else 0,
@@ -136,7 +154,7 @@ def opened(repository: Repository, base: CommitEntry | None, nonces: Nonces, wor
         writer=WRITER,
         clock=StillClock(),
     )
-    return Trainer(repository, generation, num_floats=num_floats)
+    return Trainer(repository, generation, num_floats=num_floats, encoding=encoding)
 
 
 def load(repository: Repository, commit: CommitEntry) -> dict[str, bytes]:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import zstandard
 from blake3 import blake3
 
 LEAF = 1 << 20
@@ -56,10 +57,29 @@ def unseal(kind: str, raw: bytes) -> Json:
     assert match is not None
     magic, number, min_reader, checksum, body = match.groups()
     need(magic.decode() == f"unbroken/{kind}", f"a {magic.decode()}, not a {kind}")
-    need(int(number) <= 1 or int(min_reader) <= 1, "a newer format")
+    need(int(number) <= 2 or int(min_reader) <= 2, "a newer format")
     need(T(magic, number, min_reader, body).hex() == checksum.decode(), f"checksum of a {kind}")
     found: Json = json.loads(body)
     return found
+
+
+def decoded(codec: int, stored: bytes, size: int, base: bytes) -> bytes:
+    """The bytes of a chunk."""
+    if codec == 0:
+        return stored
+    width, at, planes = stored[0], 1, []
+    for _ in range(width):
+        mode, length = struct.unpack_from("<BI", stored, at)
+        part = stored[at + 5 : at + 5 + length]
+        planes.append({0: part, 1: zstandard.decompress(part) if mode == 1 else b"", 2: part * (size // width)}[mode])
+        at += 5 + length
+    numbers = [int.from_bytes(bytes(number), "little") for number in zip(*planes, strict=True)]
+    old = [int.from_bytes(base[i : i + width], "little") for i in range(0, size // width * width, width)]
+    if codec == 2:
+        numbers = [((n >> 1) ^ -(n & 1)) + b for n, b in zip(numbers, old, strict=True)]
+    if codec == 3:
+        numbers = [n ^ b for n, b in zip(numbers, old, strict=True)]
+    return b"".join((n % (1 << 8 * width)).to_bytes(width, "little") for n in numbers) + stored[at:]
 
 
 class Folder:
@@ -120,7 +140,9 @@ class Folder:
             need((len(raw), D(raw).hex()) == (ref["size_bytes"], ref["digest"]), f"{ref['path']} is another file")
             manifest = unseal("manifest", raw)
             need(manifest["state_root"] == commit["state_root"], f"{ref['path']}: state root")
-            chunks = [self._chunk(chunk) for chunk in manifest["chunks"]]
+            chunks: list[bytes] = []
+            for chunk in manifest["chunks"]:
+                chunks.append(self._chunk(chunk, chunks))
             for stored in manifest["pieces"]:
                 data = b"".join(chunks[n][start : start + length] for n, start, length in stored["extents"])
                 need((len(data), D(data).hex()) == (stored["size_bytes"], stored["digest"]), stored["piece"]["pointer"])
@@ -134,19 +156,22 @@ class Folder:
         for rank, value in zip(manifest["ranks"], manifest["rank_roots"], strict=True):
             need(root("rank-root", [s for s in restored if s["rank"] == rank]) == value, f"root of rank {rank}")
 
-    def _chunk(self, chunk: Json) -> bytes:
+    def _chunk(self, chunk: Json, before: list[bytes]) -> bytes:
         need(NAMES[1].fullmatch(chunk["pack"]) is not None, f"{chunk['pack']} is no pack's name")
         raw = (self.path / chunk["pack"]).read_bytes()
         header, trailer = raw[:64], struct.unpack("<QQ32s8x8s", raw[-64:])
         magic, number, min_reader, _, nonce = struct.unpack("<16sIIQ16s16x", header)
-        need((magic, trailer[3]) == (b"unbroken/pack\0\0\0", b"unbr/end") and (number <= 1 or min_reader <= 1), chunk["pack"])
+        need((magic, trailer[3]) == (b"unbroken/pack\0\0\0", b"unbr/end") and (number <= 2 or min_reader <= 2), chunk["pack"])
         need(nonce.hex()[:16] in chunk["pack"] and trailer[0] + trailer[1] + 64 == len(raw), chunk["pack"])
         footer = raw[trailer[0] : -64]
         need(T(header, footer) == trailer[2], f"footer of {chunk['pack']}")
-        line = [chunk[name] for name in ("id", "offset", "stored_bytes", "raw_bytes", "codec")]
-        need(line in json.loads(footer) and chunk["codec"] == 0 and chunk["offset"] % 4096 == 0, f"{chunk} is not in its pack")
-        data = raw[chunk["offset"] : chunk["offset"] + chunk["stored_bytes"]]
-        need(D(data).hex() == chunk["id"], f"chunk at {chunk['offset']} of {chunk['pack']}")
+        line = [chunk.get("sum", chunk["id"]), *(chunk[name] for name in ("offset", "stored_bytes", "raw_bytes", "codec"))]
+        need(line in json.loads(footer) and chunk["offset"] % 4096 == 0, f"{chunk} is not in its pack")
+        stored = raw[chunk["offset"] : chunk["offset"] + chunk["stored_bytes"]]
+        need(D(stored).hex() == line[0], f"chunk at {chunk['offset']} of {chunk['pack']}")
+        base = before[chunk["base"]] if "base" in chunk else b""
+        data = decoded(chunk["codec"], stored, chunk["raw_bytes"], base)
+        need(D(data).hex() == chunk["id"], f"chunk at {chunk['offset']} of {chunk['pack']}, decoded")
         return data
 
     def journal(self, generation: int) -> Iterator[tuple[str, Json]]:

@@ -26,8 +26,8 @@ from unbroken.store.log import LOG_SUMMARY_EVERY
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
-GOLDENS = [ROOT / "tests" / "golden" / name / "run" for name in ("v1", "v1b")]
-GOLDEN = GOLDENS[-1]
+GOLDENS = [ROOT / "tests" / "golden" / name / "run" for name in ("v1", "v1b", "v2")]
+GOLDEN = GOLDENS[1]
 NONCE = "0123456789abcdef" * 2
 
 
@@ -264,7 +264,7 @@ def test_the_types_of_pieces_on_the_page_are_those_of_the_code() -> None:
 def test_numbers_on_the_page_are_those_of_the_code() -> None:
     page = text_of("docs/format.md")
     assert f"Every {LOG_SUMMARY_EVERY}th entry" in page
-    for number in ("64 MiB", "4 MiB", "256 MiB", "64 KiB", "1 MiB", "4,096", "2^20", "1,024"):
+    for number in ("64 MiB", "32 MiB", "4 MiB", "256 MiB", "64 KiB", "1 MiB", "4,096", "2^20", "1,024"):
         assert number in page
 
 

@@ -27,7 +27,7 @@ NEEDS_BASE = frozenset({DIFFERENCE, XOR})
 _RAW, _ZSTD, _CONSTANT = 0, 1, 2
 _PLANE = struct.Struct("<BI")
 _WIDTHS = (1, 2, 4, 8)
-_SAMPLES, _SAMPLE_BYTES = 8, 16 << 10
+_SAMPLES, _SAMPLE_BYTES = 8, 2 << 10
 _WORTH_IT = 0.98
 """Of the bytes as they are: what saves less than this is not worth a codec."""
 
