@@ -28,8 +28,8 @@ def moving(step: int) -> list[Part]:
     table = bytearray(struct.pack("<17000f", *reversed(old)))
     table[400 * step : 400 * step + 4] = b"\xff\xff\xff\x7f"
     pieces = {"/model/w": ("float32", weights, 4), "/opt/m": ("float64", moments, 8), "/table": ("float32", bytes(table), 4)}
-    bits = random.Random(1).randbytes(68_000)
-    pieces["/flags"] = ("uint8", bytes(b ^ noise.choice((0, 0x08, 0x80, 0x88)) for b in bits), 1)
+    bits, flips = random.Random(1).randbytes(68_000), random.Random(step)
+    pieces["/flags"] = ("uint8", bytes(b ^ flips.choice((0, 0x08, 0x80, 0x88)) for b in bits), 1)
     pieces["/noise"] = ("uint8", random.Random(step).randbytes(68_000), 1)
     return [
         Part(Piece(pointer=pointer, dtype=dtype, shape=(len(data) // width,)), memoryview(data))
