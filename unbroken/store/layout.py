@@ -39,6 +39,7 @@ class Layout:
         self._look = look
         self.pieces: list[StoredPiece] = []
         self.num_chunks = 0
+        self.size_bytes = sum(len(part.data) for parts in (logical, *per_rank.values()) for part in parts)
         self._parts = list(_in_order(logical, per_rank))
         self._numbers: dict[str, int] = {}
         self._shared = bytearray()

@@ -15,6 +15,7 @@ from unbroken.core.errors import Permanent, Unsound
 from unbroken.core.ports import Nonces, Tier, failpoint
 from unbroken.core.records import ChunkRef, Extent, Generation, Manifest, ManifestRef, StoredPiece
 from unbroken.store import paths
+from unbroken.store.ahead import ahead
 from unbroken.store.catalog import Known
 from unbroken.store.chains import Located, tabulate
 from unbroken.store.deltas import Encoder
@@ -24,6 +25,9 @@ from unbroken.store.log import Key
 from unbroken.store.manifests import check_manifest, roots
 from unbroken.store.packs import Chunk, Origin, write_packs
 from unbroken.store.sealed import FORMAT, PLAIN_FORMAT, seal
+
+AHEAD_BYTES = 16 << 20
+"""From this size on chunks are hashed and encoded in one thread and written in another."""
 
 
 class Share(NamedTuple):
@@ -127,7 +131,8 @@ class Writing:
                 hold.own.add(path)
             return path
 
-        written = write_packs(self._tier, unknown(), origin, new_path, PLAIN_FORMAT if encoder is None else FORMAT)
+        chunks = unknown() if layout.size_bytes < AHEAD_BYTES else ahead(unknown())
+        written = write_packs(self._tier, chunks, origin, new_path, PLAIN_FORMAT if encoder is None else FORMAT)
         failpoint("store.write.after_packs")
         found |= {number: Located(ref, bases.get(number)) for number, ref in written.items()}
         if bases and encoder is not None:
