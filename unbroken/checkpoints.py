@@ -238,9 +238,8 @@ class Store:
 
     def wait(self) -> None:
         """Return when every save so far is durable. SaveFailed if one is not, once; the Store goes on to work."""
-        with self._freed:
-            if not self._freed.wait_for(lambda: not self._in_flight, DRAIN_TIMEOUT_S):
-                raise SaveFailed(f"steps {list(self._in_flight)} have not become durable in {DRAIN_TIMEOUT_S:.0f} s")
+        if not self._background.join(DRAIN_TIMEOUT_S):
+            raise SaveFailed(f"steps {list(self._in_flight)} have not become durable in {DRAIN_TIMEOUT_S:.0f} s")
         self._show_notes()
         self._raise_failures()
 
@@ -248,7 +247,6 @@ class Store:
         """Wait for saves in flight and let the folder go to another writer. SaveFailed as in wait(). A second call does nothing."""
         self._is_closed = True
         try:
-            self._background.join(DRAIN_TIMEOUT_S)
             self.wait()
         finally:
             if self._saving is not None:
@@ -303,10 +301,10 @@ class Store:
     def _give_back(self, staging: _Staging) -> None:
         with self._freed:
             self._buffers.appendleft(staging)  # used first again: the other one's memory is made only when two saves are in flight
-            self._freed.notify_all()
+            self._freed.notify()
 
     def _write(self, saving: Saving, save: _Save) -> None:
-        """In the background: one save, and its failure kept for the caller's next call. What is old is removed when nobody waits."""
+        """In the background: one save, and its failure kept for the caller's next call."""
         try:
             saving.save(save.step, save.parts, save.milestone, save.base, save.loaded_root)
         except Exception as error:  # noqa: BLE001  (whatever it is, it is raised as SaveFailed at the next call)
@@ -314,7 +312,7 @@ class Store:
                 self._fenced = error
             self._failures.append((save.step, error))
         else:
-            self._background.submit(lambda: saving.collect(self._keep))
+            saving.collect(self._keep)
         finally:
             save.parts.clear()
             self._in_flight.popleft()

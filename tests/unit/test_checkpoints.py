@@ -228,7 +228,6 @@ def test_retention_keeps_the_newest_and_milestones(folder: Path) -> None:
         counts = []
         for k in range(1, 7):
             store.save(k, s(k), milestone=k == 2, wait=True)
-            store._background.join(DEADLINE_S)  # what is old goes when nobody waits any more
             counts.append([info.step for info in unbroken.open(folder).steps()])
     assert counts == [[1], [1, 2], [2, 3], [2, 3, 4], [2, 4, 5], [2, 5, 6]]
     assert [info.milestone for info in unbroken.open(folder).steps()] == [True, False, False]

@@ -281,5 +281,5 @@ def test_a_failing_clean_up_is_a_warning_and_no_failed_save(folder: Path) -> Non
     with pytest.warns(CheckpointWarning, match="could not be removed"):
         store.wait()
     store.save(3, s(3), wait=True)
-    store.close()
     assert [info.step for info in unbroken.open(folder).steps()] == [3]
+    store.close()
