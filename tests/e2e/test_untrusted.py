@@ -223,7 +223,7 @@ def test_B39_d_a_newer_format_is_named_with_both_versions(folder: Path, kind: st
     elif kind == "pack":
         for file in folder.glob("packs/*/*"):
             raw = file.read_bytes()
-            file.write_bytes(raw[:16] + (2).to_bytes(4, "little") * 2 + raw[24:])
+            file.write_bytes(raw[:16] + (99).to_bytes(4, "little") * 2 + raw[24:])
     else:
         for file in [folder / FIRST[kind]] if kind in FIRST else list(folder.glob("manifests/*")):
             rewritten(file, lambda envelope: envelope.update(format=99, min_reader=99))
@@ -231,7 +231,7 @@ def test_B39_d_a_newer_format_is_named_with_both_versions(folder: Path, kind: st
         with pytest.raises(UnbrokenError):
             unbroken.open(folder).load()
         return
-    with pytest.raises(NewerFormat, match=r"written by a newer version \(format 2, this reads <= 1\): upgrade unbroken"):
+    with pytest.raises(NewerFormat, match=r"written by a newer version \(format 99, this reads <= 2\): upgrade unbroken"):
         unbroken.open(folder).verify()
 
 
