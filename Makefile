@@ -10,7 +10,7 @@ DEMO_ARGS ?=
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: setup demo test check bench docs campaign-exact campaigns bench-recovery bench-overhead help
+.PHONY: setup demo test check bench docs campaign-exact campaigns bench-recovery bench-overhead bench-store help
 
 setup: $(STAMP) ## Make .venv and install everything that is needed, pinned.
 
@@ -52,6 +52,12 @@ bench-recovery: $(STAMP) ## A worker is killed: seconds to the next finished ste
 bench-overhead: $(STAMP) ## What keeping a run costs, against plain training and torch's own checkpoints; leave the machine alone meanwhile.
 	$(BIN)/python -W ignore -m bench.overhead --others > bench/results/overhead.json.new
 	mv bench/results/overhead.json.new bench/results/overhead.json
+
+bench-store: $(STAMP) ## Saving and loading 706 MB against the raw disk and others; then what histories of checkpoints take.
+	$(BIN)/python -W ignore -m bench.store > bench/results/store.json.new
+	mv bench/results/store.json.new bench/results/store.json
+	$(BIN)/python -W ignore -m bench.history > bench/results/history.json.new
+	mv bench/results/history.json.new bench/results/history.json
 
 help: ## This list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
