@@ -1,9 +1,11 @@
 """From SIGKILL of a worker to the next finished step: `unbroken run` against torchrun with DCP, the same model on two ranks.
 
-    python -m bench.recovery [--trials 7] > bench/results/recovery.json
+    python -m bench.recovery [--trials 7] [--arms ours,torchrun,torchft,nvrx] > bench/results/recovery.json
 
-Each trial is a job of its own in which rank 1 kills itself in the forward of step 62, once; trials of the two arms alternate. The clock
-starts at the victim's last line and stops when rank 0 has finished the first step after it. Both save every 5 steps.
+Each trial is a job of its own in which rank 1 kills itself in the forward of step 62, once; trials of the arms alternate. The clock
+starts at the victim's last line and stops when rank 0 has finished the first step after it. All but torchft, which copies a living
+peer's state, save every 5 steps. `total_s` is always the first step with two members again, their state restored; where the survivor
+trains alone until then, `survivor_s` is its own next step. torchft and NVRx are skipped where they are not installed: bench/others.py.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from typing import Any
 
 import torch
 
+from bench import others
 from unbroken.demo.story import read_accounts
 from unbroken.store.repository import Repository
 from unbroken.store.tiers.disk import DiskTier
@@ -111,9 +114,20 @@ ARMS: dict[str, tuple[str, list[str]]] = {
     ),
 }  # fmt: skip
 
+GROUPS = {
+    "ours": ("unbroken", "unbroken_cold"),
+    "torchrun": ("torchrun_dcp",),
+    "torchft": ("torchft", "torchft_spare"),
+    "nvrx": ("nvrx",),
+}
+
 
 def trial(arm: str, folder: Path) -> dict[str, float]:
     """One job; seconds from the kill to the next finished step, ours by phase."""
+    if arm in others.ARMS:
+        script, launch = others.ARMS[arm]
+        (folder / "train.py").write_text(COMMON + script)
+        return launch(folder)
     script, command = ARMS[arm]
     (folder / "train.py").write_text(script)
     # without this a restart under torchrun meets the addresses of dead processes in about half of the runs
@@ -138,31 +152,44 @@ def trial(arm: str, folder: Path) -> dict[str, float]:
     return found
 
 
-def main() -> None:
-    """Print one JSON document."""
+def arguments() -> tuple[int, list[str]]:
+    """Trials, and the groups of arms."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--trials", type=int, default=7)
-    trials = parser.parse_args().trials
-    results: dict[str, list[dict[str, float]]] = {arm: [] for arm in ARMS}
+    parser.add_argument("--arms", default=",".join(GROUPS), help="of %(default)s; what is not installed is skipped")
+    options = parser.parse_args()
+    groups = options.arms.split(",")
+    if unknown := set(groups) - set(GROUPS):
+        parser.error(f"no arms {', '.join(sorted(unknown))}: choose from {', '.join(GROUPS)}")
+    return options.trials, groups
+
+
+def main() -> None:
+    """Print one JSON document."""
+    trials, groups = arguments()
+    named = [arm for group in groups for arm in GROUPS[group]]
+    skipped = {arm: reason for arm in named if arm in others.ARMS and (reason := others.missing(arm))}
+    results: dict[str, list[dict[str, float]]] = {arm: [] for arm in named if arm not in skipped}
     load = os.getloadavg()[0]
     for number in range(trials):
-        for arm in ARMS:
+        for arm, found in results.items():
             with tempfile.TemporaryDirectory(prefix="recovery-") as folder:
-                results[arm].append(trial(arm, Path(folder)))
-            print(f"trial {number + 1} of {trials}, {arm}: {results[arm][-1]['total_s']:.2f} s", file=sys.stderr, flush=True)
+                found.append(trial(arm, Path(folder)))
+            print(f"trial {number + 1} of {trials}, {arm}: {found[-1]['total_s']:.2f} s", file=sys.stderr, flush=True)
     medians: dict[str, dict[str, Any]] = {
         arm: {name: round(statistics.median(one[name] for one in found), 4) for name in found[0]} for arm, found in results.items()
     }
-    document = {
-        "command": f"python -m bench.recovery --trials {trials}",
+    document: dict[str, Any] = {
+        "command": f"python -m bench.recovery --trials {trials} --arms {','.join(groups)}",
         "machine": {
             "cpus": os.cpu_count(), "machine": platform.machine(), "python": platform.python_version(), "torch": torch.__version__,
-            "load_before": load,
+            "load_before": load, "load_after": os.getloadavg()[0],
         },
-        "medians": medians,
-        "times_faster_than_torchrun": round(medians["torchrun_dcp"]["total_s"] / medians["unbroken"]["total_s"], 2),
-        "trials": results,
+        "medians": medians | {arm: {"skipped": reason} for arm, reason in skipped.items()},
     }  # fmt: skip
+    if {"torchrun_dcp", "unbroken"} <= medians.keys():
+        document["times_faster_than_torchrun"] = round(medians["torchrun_dcp"]["total_s"] / medians["unbroken"]["total_s"], 2)
+    document |= {"settings": {arm: others.settings(arm) for arm in results if arm in others.ARMS}, "trials": results}
     json.dump(document, sys.stdout, indent=1)
     print()
 
