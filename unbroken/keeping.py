@@ -222,9 +222,15 @@ class Keeping:
         return True
 
     def _look_again(self, milestone: bool) -> None:
-        """After the last boundary no step tells of a daemon that has just gone: the ranks ask each other once, by one small gather."""
+        """No step tells of a daemon that goes at the last boundary, or while it writes that snapshot: wait for it, then ask all ranks once.
+
+        Cost: one small gather; closing would wait for the same.
+        """
         link = self._opening.link
         link.poll()
+        if self._unconfirmed is not None:
+            with contextlib.suppress(SaveFailed):  # safe: closing tells it
+                link.wait_for_step(self._unconfirmed[0], DRAIN_TIMEOUT_S, milestone=self._unconfirmed[1])
         with contextlib.suppress(ExchangeFailed):  # safe: a rank that ended early is the launcher's matter; the snapshot has been taken
             if any(self._opening.exchange.share(link.lost is not None, bool)):
                 self._reattach()

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import signal
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -153,6 +154,22 @@ def test_I9_a_daemon_that_dies_loses_no_row(directory: Path, tmp_path: Path, die
     train(tmp_path / "clean", 8, weight)
     end_daemon(tmp_path / "clean")
     assert rows_of(directory) == rows_of(tmp_path / "clean")
+
+
+def test_I9_a_daemon_that_dies_while_it_writes_the_last_snapshot_is_replaced_and_the_last_step_kept(directory: Path) -> None:
+    def stop_daemon_and_kill_it_later(run: unbroken.Run) -> None:
+        if run.completed != STEPS:
+            return
+        pid = daemon_pid(directory)
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        threading.Timer(1.0, os.kill, (pid, signal.SIGKILL)).start()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", unbroken.SaveWarning)
+        train(directory, STEPS, stop_daemon_and_kill_it_later, lose_at_most="100 steps")
+    newest = commits(directory)[-1]
+    assert (newest.step, newest.generation) == (STEPS, 1)
 
 
 class Broken:
