@@ -14,16 +14,20 @@ from collections.abc import Sequence
 from typing import Any
 
 from unbroken.core.errors import Damaged, Refused
-from unbroken.core.os import try_lock
+from unbroken.core.os import sync_directory, try_lock
 from unbroken.loggers.rows import Row
 from unbroken.loggers.sink import RunInfo
 
 _BLOCK_BYTES = 1 << 16
 _MAX_LINE_BYTES = 1 << 20
+_MAX_OWNER_CHARS = 1 << 10
 
 
 class JsonLines:
-    """A file, "" for the one in the run folder. What it holds is what its last whole line says."""
+    """A file, "" for the one in the run folder. What it holds is what its last whole line says.
+
+    A file elsewhere may be somebody else's: `FILE.run` beside it names the run, or branch, that its rows are of. Nothing of others is cut.
+    """
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -36,6 +40,8 @@ class JsonLines:
         self._fd = _opened(path, follow=bool(self._path))
         if not try_lock(self._fd):
             raise Refused(f"{path}: another process writes it: end that one first, or log to another file")
+        if self._path:
+            self._claim(path, run.tracker_id)
         return self._cut(path, run.step)
 
     def write(self, rows: Sequence[Row]) -> None:
@@ -48,6 +54,24 @@ class JsonLines:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+    def _claim(self, path: str, owner: str) -> None:
+        """Refused where the file holds what is not known to be this run's; an empty one becomes its own."""
+        mark = f"{path}.run"
+        try:
+            with open(mark, encoding="utf-8", errors="replace") as file:
+                is_ours = file.read(_MAX_OWNER_CHARS) == owner
+        except FileNotFoundError:
+            is_ours = False
+        if is_ours:
+            return
+        if os.fstat(self._fd).st_size:
+            raise Refused(f"{path}: holds lines that are not of this run or branch: log to another file, or move it away")
+        with open(mark, "w", encoding="utf-8") as file:
+            file.write(owner)
+            file.flush()
+            os.fsync(file.fileno())
+        sync_directory(os.path.dirname(path))  # before the first row: a file without its mark counts as somebody else's
 
     def _cut(self, path: str, newest: int) -> int:
         """Cut off a torn end and steps beyond `newest`; the step of the line that is last then."""

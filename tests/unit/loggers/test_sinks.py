@@ -106,6 +106,23 @@ def test_tensorboard_two_writers_do_not_mix(tmp_path: Path) -> None:
     assert board(tmp_path, 0) == 0
 
 
+def test_I9_tensorboard_steps_of_another_run_or_branch_are_not_taken_back(tmp_path: Path) -> None:
+    from unbroken.loggers.to_tensorboard import TensorBoard
+
+    board(tmp_path, 0, rows(1, 3))
+    (path,) = tmp_path.iterdir()
+    before = path.read_bytes()
+    sink = TensorBoard(str(tmp_path))
+    for stranger in (RunInfo("other", "/other", 0), RunInfo("id", "/run", 2, "hot")):
+        with pytest.raises(Refused, match="holds steps of another run or branch: choose another folder"):
+            sink.open(stranger)
+        sink.close()
+    assert path.read_bytes() == before
+    path.rename(tmp_path / "events.out.tfevents.000000000001.unbroken")  # as an older version named it
+    assert board(tmp_path, 3, rows(4, 4)) == 3
+    assert scalars(tmp_path)["a/b"] == [(k, k) for k in range(1, 5)]
+
+
 # -- MLflow ------------------------------------------------------------------------------------------------------------------
 
 

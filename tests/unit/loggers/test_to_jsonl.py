@@ -129,3 +129,24 @@ def test_in_the_run_folder_nothing_but_a_regular_file_is_written(folder: Path, t
     path.mkdir()
     with pytest.raises(Refused, match="not a regular file"):
         held(folder)
+
+
+def test_I9_a_file_that_holds_rows_of_another_run_or_branch_or_of_nobody_known_is_refused_and_stays(tmp_path: Path) -> None:
+    path = tmp_path / "shared.jsonl"
+    sink = JsonLines(str(path))
+    sink.open(RunInfo("a", "/a", 0))
+    sink.write(rows(1, 5))
+    sink.close()
+    before = path.read_bytes()
+    for stranger in (RunInfo("b", "/b", 0), RunInfo("b", "/b", 9), RunInfo("a", "/a", 2, "hot")):
+        with pytest.raises(Refused, match=r"shared\.jsonl: holds lines that are not of this run or branch: log to another file"):
+            sink.open(stranger)
+        sink.close()
+    (tmp_path / "shared.jsonl.run").unlink()
+    with pytest.raises(Refused, match="holds lines that are not of this run"):
+        sink.open(RunInfo("a", "/a", 0))
+    sink.close()
+    assert path.read_bytes() == before
+    (tmp_path / "shared.jsonl.run").write_text("a")
+    assert sink.open(RunInfo("a", "/a", 4)) == 4
+    sink.close()
