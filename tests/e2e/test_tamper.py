@@ -228,3 +228,22 @@ def test_a_reference_that_is_damaged_itself_proves_nothing(interrupted: Path, re
     with changed(reference / pack, 4096):
         report = refused(interrupted, reference)
     assert any(text.startswith("reference: ") and pack in text for text in report["problems"])
+
+
+@pytest.mark.parametrize("lost", ["every entry", "all but the first", "the folder", "what is in each"])
+def test_I10_a_log_that_has_lost_its_checkpoints_is_named_and_nothing_starts_afresh(interrupted: Path, tmp_path: Path, lost: str) -> None:
+    directory = tmp_path / "run"
+    shutil.copytree(interrupted, directory)
+    log = directory / "runs" / "main" / "log"
+    for path in sorted(log.iterdir())[lost == "all but the first" :]:
+        path.write_bytes(b"") if lost == "what is in each" else path.unlink()
+    if lost == "the folder":
+        shutil.rmtree(directory / "runs")
+    before = {path: raw for path, raw in tiny_run.files_of(directory).items() if path != "writer.json"}
+    assert not unbroken.open(directory).verify().ok
+    with pytest.raises(
+        unbroken.NoCheckpoint, match=r"has made checkpoints such as manifests/.*, but its log has lost their entries: restore"
+    ):
+        train(directory, 6)
+    end_daemon(directory)
+    assert {path: raw for path, raw in tiny_run.files_of(directory).items() if path != "writer.json"} == before

@@ -22,6 +22,7 @@ from unbroken.store import paths
 from unbroken.store.deltas import MAX_DEPTH, Encoding, is_full_due
 from unbroken.store.journal import JournalWriter
 from unbroken.store.lease import WriterLease
+from unbroken.store.lineages import require_log
 from unbroken.store.log import visible
 from unbroken.store.repository import Repository, naming
 from unbroken.store.tiers.disk import DiskTier
@@ -290,7 +291,7 @@ class RunFolder:
     def _choose(self, request: Begin, memory: Sequence[MemoryCut], witnessed: bool, exclude: dict[Key, str]) -> tuple[Choice, str]:
         state = self._log_state()
         with naming(self.directory):
-            return choose(
+            choice, why = choose(
                 memory,
                 visible(state) if state is not None else (),
                 request.resume,
@@ -300,6 +301,9 @@ class RunFolder:
                 witnessed=witnessed,
                 at_most=request.at_most,
             )
+            if choice.source == "fresh" and self._repository is not None:
+                require_log(self._repository.log)
+            return choice, why
 
     def _condemn(self, choice: Choice, message: Bad) -> None:
         assert choice.commit is not None

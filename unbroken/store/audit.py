@@ -14,6 +14,7 @@ from unbroken.core.records import CommitEntry, Generation, LogState, Manifest, R
 from unbroken.store import paths
 from unbroken.store.catalog import condemned_objects
 from unbroken.store.journal import first_chain, read_journal
+from unbroken.store.lineages import unlogged
 from unbroken.store.log import Heads, Key, Log, key_of, visible
 from unbroken.store.manifests import check_cut, is_cut_at_leaves, load_manifest, read_pieces
 from unbroken.store.packs import Packed, audit_pack, packed
@@ -88,6 +89,8 @@ class _Audit:
         damage = dict(log.audit(heads.see))
         self._heads = heads.by_generation(log.state)
         self._lasting |= damage
+        if path := unlogged(log):
+            self._lasting[paths.log_folder(self._lineage)] = f"entries are missing: it does not know the generation that wrote {path}"
         self._may_lack_prunes = bool(damage)
         self._known_bad = condemned_objects(log.state)
         self._condemned = {key_of(c) for c in log.state.condemned}

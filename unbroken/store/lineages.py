@@ -31,6 +31,29 @@ def lineage_names(tier: Tier) -> list[str]:
     return sorted(found, key=lambda name: (name != paths.MAIN, name))
 
 
+def unlogged(log: Log) -> str | None:
+    """A manifest of a generation that `main`'s log does not know, where that log has no checkpoint: it has lost entries. Else None.
+
+    A run that was killed before its first checkpoint may leave manifests, too, but of generations that its log names.
+    """
+    if log.lineage != paths.MAIN or is_begun(log.state) or log.state.condemned:
+        return None
+    written = {path: name.generation for path in log.tier.list(paths.MANIFESTS) if (name := paths.manifest_name(path)) is not None}
+    known = {generation.number for generation in log.state.generations}
+    if not set(written.values()) <= known:  # or a living writer has just opened it: its log entry was there before the manifest
+        known = {generation.number for generation in Log.open(log.tier, log.lineage).state.generations}
+    return max((path for path, generation in written.items() if generation not in known), default=None)
+
+
+def require_log(log: Log) -> None:
+    """NoCheckpoint where no checkpoint is known only because the log has lost its entries. Cost: one listing, if none is known."""
+    if path := unlogged(log):
+        raise NoCheckpoint(
+            f"this run has made checkpoints such as {path}, but its log has lost their entries: restore "
+            f"{paths.log_folder(log.lineage)} from a copy. A fresh start needs another folder."
+        )
+
+
 def require_lineage(log: Log) -> None:
     """NoCheckpoint when this lineage is not `main` and was never begun; it names those that are there."""
     if log.lineage == paths.MAIN or is_begun(log.state) or log.damage:
