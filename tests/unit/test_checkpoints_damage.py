@@ -461,3 +461,12 @@ def test_I6_a_save_in_flight_of_the_older_store_does_not_become_visible(tmp_path
     old.close()
     new.close()
     assert unbroken.open(folder).verify().ok
+
+
+def test_I10_nothing_is_saved_over_a_log_that_has_lost_its_checkpoints(tmp_path: Path) -> None:
+    with Store(tmp_path / "run") as store:
+        store.save(1, {"w": 1.0})
+    shutil.rmtree(tmp_path / "run" / "runs")
+    with pytest.raises(NoCheckpoint, match="its log has lost their entries: restore runs/main/log from a copy"):
+        Store(tmp_path / "run").save(1, {"w": 2.0})
+    assert not list((tmp_path / "run").glob("runs/main/log/*"))

@@ -193,6 +193,7 @@ def test_I10_must_finds_nothing_and_says_so(tmp_path: Path) -> None:
     with pytest.raises(unbroken.NoCheckpoint) as caught:
         open_run(tmp_path / "run", resume="must")
     assert caught.value.exit_code == 3
+    assert str(caught.value).startswith(f'{tmp_path / "run"}: resume="must"'), "the folder is named once"
     assert not (tmp_path / "run" / "run.json").exists()
     end_daemon(tmp_path / "run")
 

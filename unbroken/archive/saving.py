@@ -13,6 +13,7 @@ from unbroken.core.records import BeginRecord, CommitEntry, Generation, RootReco
 from unbroken.store import paths
 from unbroken.store.journal import JournalWriter
 from unbroken.store.lease import WriterLease
+from unbroken.store.lineages import require_log
 from unbroken.store.repository import Part, Repository
 from unbroken.store.tiers.disk import DiskTier
 
@@ -52,7 +53,10 @@ class Saving:
 
     @classmethod
     def open(cls, tier: DiskTier, clock: Clock, nonces: Nonces, lineage: str = paths.MAIN) -> Saving:
-        """Take the lease and open or create the run. Raises Fenced naming the holder, ForeignFolder, NewerFormat, OSError."""
+        """Take the lease and open or create the run. Raises Fenced naming the holder, ForeignFolder, NewerFormat, OSError.
+
+        NoCheckpoint where the log has lost the checkpoints that lie here.
+        """
         Repository.exists(tier)  # a foreign folder must not get so much as a lock file from us
         if lineage != paths.MAIN:
             Repository.open(tier, lineage)  # nor a lineage that was never begun
@@ -63,6 +67,7 @@ class Saving:
                 repository = Repository.open(tier, lineage)
                 if repository.facts.options.get("writer") != "store":
                     raise Refused(f"{tier.root} holds a training run, whose history a Store would fork: use another folder for it")
+                require_log(repository.log)
             else:
                 facts = RunFacts(run_id=nonces.nonce(), created=clock.utc(), options={"writer": "store"})
                 repository = Repository.create(tier, facts)

@@ -200,7 +200,8 @@ class Start:
         except NoCheckpoint as error:
             moved = f"; the attempt before trained in {elsewhere}" if elsewhere else ""
             hint = f"{moved}. {RELATIVE}" if question.restart_count else ""
-            raise NoCheckpoint(f"{self.directory}: {error}{hint}") from None
+            named = str(error).removeprefix(f"{self.directory}: ")  # most of what the daemon says names the folder already
+            raise NoCheckpoint(f"{self.directory}: {named}{hint}") from None
 
     def _read(self, link: Link, plan: Plan) -> tuple[Loaded | None, _Found]:
         """What this rank needs, or what is wrong with it. Damage can be planned around; any other error ends the start on all ranks."""

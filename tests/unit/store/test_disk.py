@@ -231,3 +231,9 @@ def test_a_relative_name_in_a_folder_whose_name_is_not_utf8_is_refused(tmp_path:
 
 def test_other_alphabets_are_names_like_any_other() -> None:
     assert local_path("/tmp/Läufe") == local_path("file:///tmp/L%C3%A4ufe") == "/tmp/Läufe"
+
+
+def test_a_folder_that_cannot_be_listed_is_named(tmp_path: Path) -> None:
+    too_long = str(tmp_path / ("x" * 300))
+    with pytest.raises(Permanent, match=f"^{too_long}: "):
+        DiskTier(too_long).list("")

@@ -119,13 +119,13 @@ class DiskTier:
     def list(self, prefix: str) -> list[str]:
         if not prefix and os.path.lexists(self.root) and not os.path.isdir(self.root):
             raise ForeignFolder("is a file: choose the folder of a run, or a new one")
-        with _explained(prefix):
+        with _explained(prefix or self.root):
             start = self._locate(prefix) if prefix else self.root
             found = [path for path in _files(start) if not _is_temporary(path)]
             return sorted(os.path.relpath(path, self.root).replace(os.sep, "/") for path in found)
 
     def folders(self, prefix: str) -> builtins.list[str]:
-        with _explained(prefix):
+        with _explained(prefix or self.root):
             try:
                 with os.scandir(self._locate(prefix)) as entries:
                     return sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
