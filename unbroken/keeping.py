@@ -142,7 +142,7 @@ class Keeping:
         elif first or urgent or (self._pace.due and not put_off):
             self._snapshot(milestone=milestone, wait_s=DRAIN_TIMEOUT_S if urgent else SLOT_WAIT_S)
         if (stop or last) and not is_lost:
-            self._look_again(milestone)
+            self._look_again(milestone, wait=not stop)
         if not first:
             self._pace.due = told[0].snapshot_next or (self._pace.due and put_off)
         return stop
@@ -221,14 +221,14 @@ class Keeping:
         self._journal.captured(taken)
         return True
 
-    def _look_again(self, milestone: bool) -> None:
+    def _look_again(self, milestone: bool, *, wait: bool) -> None:
         """No step tells of a daemon that goes at the last boundary, or while it writes that snapshot: wait for it, then ask all ranks once.
 
-        Cost: one small gather; closing would wait for the same.
+        wait: not where a stop is still to be journalled. Cost: one small gather; closing would wait for the same.
         """
         link = self._opening.link
         link.poll()
-        if self._unconfirmed is not None:
+        if wait and self._unconfirmed is not None:
             with contextlib.suppress(SaveFailed):  # safe: closing tells it
                 link.wait_for_step(self._unconfirmed[0], DRAIN_TIMEOUT_S, milestone=self._unconfirmed[1])
         with contextlib.suppress(ExchangeFailed):  # safe: a rank that ended early is the launcher's matter; the snapshot has been taken
