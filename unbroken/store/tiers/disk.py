@@ -21,6 +21,7 @@ from unbroken.core.os import boot_id, forget_pages, hostname, is_alive, sync_dir
 from unbroken.core.ports import Buffer, Nonces, SystemNonces, failpoint
 from unbroken.store.paths import is_inside
 from unbroken.store.tiers.direct import BlockWriter
+from unbroken.store.tiers.traits import Traits
 
 _PASSING = frozenset({errno.EINTR, errno.EAGAIN, errno.EBUSY, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.ETIMEDOUT})
 _TEMPORARY = re.compile(r"\..*\.(\d{1,10})-([0-9a-f]{8})-([0-9a-f]{8})\.tmp-[0-9a-f]+")
@@ -57,6 +58,7 @@ class DiskTier:
 
     def __init__(self, root: str, nonces: Nonces | None = None) -> None:
         self.root = os.path.abspath(root)
+        self.traits = Traits(conditional_put=True, atomic_replace=True, durable=True)
         self._nonces = nonces or SystemNonces()
         self._made: set[str] = set()
         self._durable: set[str] = set()

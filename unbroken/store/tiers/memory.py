@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from unbroken.core.errors import Permanent
 from unbroken.core.ports import Buffer
 from unbroken.store.paths import is_inside
+from unbroken.store.tiers.traits import Traits
 
 Snapshot = tuple[tuple[str, bytes], ...]
 
@@ -17,6 +18,7 @@ class MemoryTier:
     """Objects in a dict. `snapshot` gives all of them, sorted by path; a tier made from it is equal."""
 
     def __init__(self, snapshot: Snapshot = ()) -> None:
+        self.traits = Traits(conditional_put=True, atomic_replace=True, durable=False)
         self._objects = dict(snapshot)
         self._lock = threading.Lock()
 
