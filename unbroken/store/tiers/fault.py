@@ -52,7 +52,7 @@ class Fault:
 
 
 class FaultTier:
-    """`tier`, with `faults`. Each is used up after `count` strikes; of several that fit a call the first strikes."""
+    """`tier`, with `faults`. Of several that are due at one call the first strikes, and the others have passed."""
 
     def __init__(self, tier: Tier, faults: Iterable[Fault] = (), *, clock: Clock | None = None) -> None:
         self.traits = traits_of(tier)
@@ -139,15 +139,16 @@ class FaultTier:
         return fault
 
     def _struck(self, call: Call, path: str) -> Fault | None:
+        struck = None
         with self._lock:
             for i, fault in enumerate(self._faults):
                 if fault.call != call or not fnmatch.fnmatchcase(path, fault.pattern):
                     continue
                 self._matched[i] += 1
-                if fault.skip < self._matched[i] <= fault.skip + fault.count:
+                if struck is None and fault.skip < self._matched[i] <= fault.skip + fault.count:
+                    struck = fault
                     self.struck.append((call, path, fault.kind))
-                    return fault
-        return None
+        return struck
 
     def _hidden(self, call: Call, prefix: str) -> set[str]:
         """What a listing does not know yet."""
