@@ -19,6 +19,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from unbroken.core.os import die_with_parent
+
 READY_S = 60.0
 BUCKET = "runs"
 PORTS = ("master.port", "volume.port", "filer.port", "s3.port")
@@ -92,7 +94,12 @@ def s3_server(program: str) -> Iterator[S3Server]:
         environment = {**os.environ, "GOMEMLIMIT": "300MiB", "GOMAXPROCS": "1"}
         with open(f"{folder}/out", "wb") as out:
             process = subprocess.Popen(
-                [program, f"-logdir={folder}", "server", *arguments], stdout=out, stderr=out, env=environment, cwd=folder
+                [program, f"-logdir={folder}", "server", *arguments],
+                stdout=out,
+                stderr=out,
+                env=environment,
+                cwd=folder,
+                preexec_fn=die_with_parent,
             )
         server.pid = process.pid
         try:

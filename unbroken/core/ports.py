@@ -69,7 +69,10 @@ class Tier(Protocol):
         """Put-if-absent, durable on return; bytes written. The concatenation of `parts` is the object."""
 
     def append(self, path: str, data: Buffer) -> None:
-        """Add to the end of an object (made if absent), durable on return; with no `data`, what is there. One writer per path."""
+        """Add to the end of an object (made if absent), durable on return; with no `data`, what is there. One writer per path.
+
+        Objects that `create` made with content need not take any more (Permanent).
+        """
 
     def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
         """Bytes [offset, offset+length) or to the end; shorter when the object is."""

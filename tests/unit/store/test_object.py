@@ -371,13 +371,32 @@ def test_what_a_server_repeats_of_a_request_is_not_told() -> None:
 
     words = (
         f"403 <AWSAccessKeyId>AKIAEXAMPLE</AWSAccessKeyId><StringToSign>GET {SECRET}</StringToSign> https://h/c?sig=abc%2Fdef&se=1 "
-        f"Authorization: AWS4-HMAC x-amz-security-token=tok123456\n\nDebug source: {SECRET}"
+        f"Authorization: AWS4-HMAC x-amz-security-token=tok123456 {SECRET}\n\nDebug source: {SECRET}"
     )
     error = explained("a", GenericError(words), Secrets([SECRET]))
     shown = whole_text(error)
     for secret in ("AKIAEXAMPLE", SECRET, "abc%2Fdef", "AWS4-HMAC", "tok123456"):
         assert secret not in shown
     assert isinstance(error.__cause__, GenericError)
+
+
+def test_no_context_of_an_error_holds_what_the_client_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    from obstore.exceptions import GenericError
+
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    tier = in_memory()
+
+    def said(*_: object, **__: object) -> None:
+        raise GenericError(f"refused: {SECRET}")
+
+    for name in ("get", "put", "head", "delete", "list", "list_with_delimiter"):
+        monkeypatch.setattr(obstore, name, said)
+    monkeypatch.setattr(tier._bucket, "_timeout_s", 0.0)
+    found = refusals(tier)
+    assert len(found) == 8
+    for error in found:
+        assert "refused: ***" in str(error)
+        assert SECRET not in whole_text(error)
 
 
 def test_a_bucket_that_is_not_there_is_said_so(s3: S3Server, url: str) -> None:
