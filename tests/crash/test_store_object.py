@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from tests.rigs.lossy_proxy import lossy_proxy
-from tests.rigs.s3_server import S3Server
 from tests.rigs.store_run import load, newest_good, objects_of, opened, start, steps, whole_value
 from unbroken.core.errors import Fenced, NoCheckpoint
 from unbroken.core.ports import SystemNonces
@@ -22,6 +21,7 @@ from unbroken.store.repository import Repository
 
 pytest.importorskip("obstore", reason="obstore is not installed: pip install 'unbroken[object]'")
 
+from tests.rigs.s3_server import S3Server
 from unbroken.store.tiers.object import ObjectTier
 
 ROOT = Path(__file__).resolve().parents[2]

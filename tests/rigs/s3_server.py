@@ -19,6 +19,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import obstore
+from obstore.store import S3Store
+
 from unbroken.core.os import die_with_parent
 
 READY_S = 60.0
@@ -48,6 +51,18 @@ class S3Server:
     def make_bucket(self) -> None:
         """One for all: each costs the server several volumes."""
         urllib.request.urlopen(urllib.request.Request(f"{self.filer}/buckets/{BUCKET}/", method="POST"), timeout=10).close()
+
+    def warm_up(self) -> None:
+        """The first write makes the volumes and takes seconds: no test shall pay for that."""
+        store = S3Store(
+            BUCKET,
+            endpoint=self.endpoint,
+            access_key_id=self.key,
+            secret_access_key=self.secret,
+            region="us-east-1",
+            client_options={"allow_http": True},
+        )
+        obstore.put(store, "warm", b"x")
 
     def place(self) -> str:
         """URL of a place that nobody has used."""
@@ -104,6 +119,7 @@ def s3_server(program: str) -> Iterator[S3Server]:
         server.pid = process.pid
         try:
             _wait(process, server, lambda: Path(folder, "out").read_text(errors="replace"))
+            server.warm_up()
             yield server
         finally:
             process.kill()

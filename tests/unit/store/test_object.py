@@ -18,7 +18,6 @@ from pathlib import Path
 import pytest
 
 from tests.rigs.lossy_proxy import LossyProxy, lossy_proxy
-from tests.rigs.s3_server import S3Server
 from unbroken.core.errors import MissingExtra, Permanent, StoreError, Transient
 from unbroken.core.ports import SystemNonces
 from unbroken.store.tiers.traits import traits_of
@@ -27,6 +26,7 @@ pytest.importorskip("obstore", reason="obstore is not installed: pip install 'un
 
 import obstore
 
+from tests.rigs.s3_server import S3Server
 from unbroken.store.tiers import object as object_tier
 from unbroken.store.tiers.object import ObjectTier
 from unbroken.store.tiers.places import place_of
@@ -138,6 +138,7 @@ def test_I11_a_server_that_says_nothing_is_transient_in_bounded_time(s3: S3Serve
     calls: list[Callable[[], object]] = [
         lambda: tier.create("b", [b"x"]),
         lambda: tier.read("a"),
+        lambda: tier.read("a", 0, 1),
         lambda: tier.list(""),
         lambda: tier.create("c", [b"x" * (1 << 20)] * 20),
     ]
@@ -378,6 +379,28 @@ def test_what_a_server_repeats_of_a_request_is_not_told() -> None:
     for secret in ("AKIAEXAMPLE", SECRET, "abc%2Fdef", "AWS4-HMAC", "tok123456"):
         assert secret not in shown
     assert isinstance(error.__cause__, GenericError)
+
+
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [
+        ("status code: 503 Service Unavailable: <Code>SlowDown</Code>", Transient),
+        ("status code: 400 Bad Request: <Code>RequestTimeout</Code>", Transient),
+        ("status code: 429 Too Many Requests", Transient),
+        ("error sending request: connection reset", Transient),
+        ("status code: 400 Bad Request: <Code>ExpiredToken</Code>", Permanent),
+        ("status code: 403 Forbidden: <Code>AccessDenied</Code>", Permanent),
+        ("DeleteObjects request failed for key x (code: AccessDenied)", Permanent),
+        ("status code: 501 Not Implemented: <Code>NotImplemented</Code>", Permanent),
+        ("status code: 301: <Code>PermanentRedirect</Code>", Permanent),
+    ],
+)
+def test_what_passes_is_transient_and_what_stays_is_permanent(words: str, kind: type[StoreError]) -> None:
+    from obstore.exceptions import GenericError
+
+    from unbroken.store.tiers.answers import Secrets, explained
+
+    assert type(explained("a", GenericError(f"Generic S3 error: {words}"), Secrets())) is kind
 
 
 def test_no_context_of_an_error_holds_what_the_client_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,10 @@ ANSWERS = (BaseError, OSError, NotImplementedError, ValueError, RuntimeError)
 
 _MAX_CHARS = 600
 _MIN_SECRET_CHARS = 4
+_PASSING = frozenset({"408", "429", "500", "502", "503", "504", "RequestTimeout", "SlowDown", "InternalError", "IncompleteBody"})
+_METADATA_HOST = "169.254.169.254"
+"""Where the client asks for the role of an instance when it has no keys."""
+
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"\(code: (\w+)\)|<Code>(\w+)</Code>")
 _SIGNED = re.compile(r"(?i)((?:signature|sig|x-amz-security-token|x-amz-credential|authorization)[=:]\s?)[^&\s<>\"']+")
@@ -87,11 +91,11 @@ def _codes(raw: str) -> set[str]:
 
 
 def _remedy(error: BaseException, codes: set[str], raw: str) -> str:
-    for known, remedy in _REMEDIES:
-        if codes & known and not codes & {"429", "500", "502", "503", "504"}:
-            return remedy
-    if isinstance(error, UnauthenticatedError):
+    if isinstance(error, UnauthenticatedError) or (_METADATA_HOST in raw and codes & {"400", "401", "403", "404"}):
         return "no valid credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give a role or a provider of credentials"
+    for known, remedy in _REMEDIES:
+        if codes & known and not codes & _PASSING:
+            return remedy
     if isinstance(error, PermissionDeniedError):
         return "the credentials may not do this: allow reading, writing, listing and deleting of objects in this bucket"
     if isinstance(error, (NotSupportedError, NotImplementedError)):

@@ -121,8 +121,8 @@ class Bucket:
             options = {"range": {"offset": offset}}
         try:
             return self._call(path, lambda: _content(obstore.get(self._asking, path, options=options)))
-        except StoreError:
-            if options is None:
+        except StoreError as error:
+            if options is None or "range" not in str(error).lower():
                 raise
             size = self.size(path)
             if offset < size:

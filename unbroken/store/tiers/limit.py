@@ -16,7 +16,8 @@ _SLICE_BYTES = 1 << 20
 class LimitTier:
     """`tier` at `bytes_per_s` on average; what was not used in the last second may come at once. Calls of all threads share it.
 
-    A write waits before its bytes go out, a read after they came: of a read only the store knows how long it will be.
+    A write waits before its bytes go out, a read after they came: of a read only the store knows how long it will be. Around a RetryTier
+    this takes away the second try of a `create`, whose parts then come only once: put the RetryTier outside.
     """
 
     def __init__(self, tier: Tier, bytes_per_s: float, *, clock: Clock | None = None) -> None:

@@ -31,7 +31,10 @@ except ModuleNotFoundError as error:
     raise MissingExtra("obstore", "object") from error
 
 CONDITIONAL_BYTES = 16 << 20
-"""Objects up to this size are held in memory and put in one conditional request: log entries and all that are raced for are far smaller."""
+"""Objects up to this size are held in memory and put in one conditional request, which must arrive within a third of `timeout_s`.
+
+Log entries and all that is raced for are far smaller.
+"""
 
 _MAX_KEY_BYTES = 1024
 _PARTS = ".parts-"
