@@ -105,7 +105,7 @@ def s3_server(program: str) -> Iterator[S3Server]:
         Path(folder, "s3.json").write_text(json.dumps({"identities": _identities(server)}))
         arguments = ["-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-dir={folder}", "-master.volumeSizeLimitMB=256", "-volume.max=20"]
         arguments += ["-master.telemetry=false", "-filer", "-s3", f"-s3.config={folder}/s3.json", f"-s3.localSocket={folder}/s3.sock"]
-        arguments += ["-s3.port.iceberg=0", *(f"-{name}={port}" for name, port in ports.items())]
+        arguments += ["-s3.port.iceberg=0", "-s3.port.lance=0", *(f"-{name}={port}" for name, port in ports.items())]
         environment = {**os.environ, "GOMEMLIMIT": "300MiB", "GOMAXPROCS": "1"}
         with open(f"{folder}/out", "wb") as out:
             process = subprocess.Popen(
