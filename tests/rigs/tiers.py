@@ -27,12 +27,12 @@ def maker(kind: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch
     if kind == "memory":
         memory = MemoryTier()
         return lambda: memory
+    server = request.getfixturevalue("s3") if kind == "object-s3" else None
     pytest.importorskip("obstore", reason="obstore is not installed: pip install 'unbroken[object]'")
     from unbroken.store.tiers.object import ObjectTier
 
     url = f"memory://{SystemNonces().nonce()}"
-    if kind == "object-s3":
-        server = request.getfixturevalue("s3")
+    if server is not None:
         url = server.place()
         for name, value in server.environment().items():
             monkeypatch.setenv(name, value)
