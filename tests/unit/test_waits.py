@@ -34,6 +34,8 @@ ALLOWED = {
     "core/os.py heed_only.watch signal.sigwaitinfo": "a thread that exists to wait; it ends with its process",
     "core/os.py unlock fcntl.flock": "LOCK_UN does not wait",
     "loggers/feed.py Feed._work self._turn.wait_for": "a daemon thread that exists to wait for commits; who ends it waits LOG_CLOSE_S",
+    "store/tiers/bucket.py Bucket._mark_of obstore.get": "the client has timeouts for connections, answers and retries",
+    "store/tiers/bucket.py Bucket.read obstore.get": "the client has timeouts for connections, answers and retries",
     "shm/channel.py Channel._receive_packet self._socket.recvmsg": "`receive` sets the timeout",
     "shm/channel.py Channel.send self._socket.sendmsg": "the line above sets the timeout",
     "shm/channel.py _dial connection.connect": "settimeout above",
