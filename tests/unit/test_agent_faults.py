@@ -35,6 +35,8 @@ from unbroken.core.limits import LINGER_S
 from unbroken.core.records import EventRecord
 from unbroken.shm.channel import address, connect, log_path
 
+pytestmark = pytest.mark.alone
+
 
 @pytest.fixture
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
@@ -320,8 +322,6 @@ def test_a_dead_worker_is_noticed_although_its_child_holds_the_socket(directory:
 import os, time
 from unbroken.core import messages as m
 from unbroken.shm.channel import connect
-
-pytestmark = pytest.mark.alone
 channel = connect({directory!r}, True)
 channel.send(m.Hello(role="worker", pid=os.getpid(), rank=0, world_size=1))
 channel.receive(20)

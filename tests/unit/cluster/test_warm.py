@@ -164,7 +164,7 @@ def test_standby_processes_are_used_in_turn_and_one_that_was_killed_is_passed_ov
     run(server, tmp_path, "")
     server.stand_by(3)
     first, second, third = server.standby
-    assert all(os.path.exists(f"/proc/{pid}") and os.getpgid(pid) == pid for pid in server.standby)
+    wait_until(lambda: all(os.getpgid(pid) == pid for pid in server.standby), "each to be a group of its own")
     os.kill(first, signal.SIGKILL)
     wait_until(lambda: Path(f"/proc/{first}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z", "its death")
     assert run(server, tmp_path, "print('here')")[:2][1] == "here\n"
