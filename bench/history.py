@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from unbroken.capture.tree import flatten, write_item
+from unbroken.codec.digest import digest
 from unbroken.codec.items import ITEM_BYTES
 from unbroken.codec.planes import entropy_bytes
 from unbroken.core.limits import CHUNK_BYTES, SMALL_PIECE_BYTES
@@ -106,8 +107,11 @@ class Folder:
         return time.process_time() - began_s
 
 
-def bound(parts: list[Part], before: dict[str, bytes], depth: int) -> float:
-    """Bytes that the zero-order entropy of these pieces allows, chunk by chunk, against those of the checkpoint before."""
+def bound(parts: list[Part], before: dict[str, bytes], depth: int, seen: set[str]) -> float:
+    """Bytes that the zero-order entropy of these pieces allows, chunk by chunk, against those of the checkpoint before.
+
+    Chunks in `seen` are stored already.
+    """
     total = 0.0
     for part in parts:
         data, old = bytes(part.data), before.get(part.piece.pointer)
@@ -118,7 +122,9 @@ def bound(parts: list[Part], before: dict[str, bytes], depth: int) -> float:
         for start in range(0, len(data), CHUNK_BYTES):
             chunk = data[start : start + CHUNK_BYTES]
             base = None if old is None or not depth else old[start : start + CHUNK_BYTES]
-            total += 0.0 if base == chunk else entropy_bytes(chunk, width, base)
+            if (known := digest(chunk)) not in seen:
+                total += entropy_bytes(chunk, width, base)
+            seen.add(known)
     return total
 
 
@@ -127,12 +133,13 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     for frozen in (False, True):
         arms = {name: Folder(folder / f"{name}-{frozen}", way) for name, way in WAYS.items()}
         bounds, before, raw_bytes = {"planes": 0.0, "delta": 0.0}, {}, 0
+        seen: dict[str, set[str]] = {name: set() for name in bounds}
         for number, parts in enumerate(states(options.width, options.depth, options.warm, frozen=frozen)):
             for arm in arms.values():
                 arm.save((number + 1) * EVERY, parts)
             raw_bytes += sum(len(part.data) for part in parts)
-            bounds["planes"] += bound(parts, {}, 0)
-            bounds["delta"] += bound(parts, before, number % 9)
+            bounds["planes"] += bound(parts, {}, 0, seen["planes"])
+            bounds["delta"] += bound(parts, before, number % 9, seen["delta"])
             before = {part.piece.pointer: bytes(part.data) for part in parts}
             print(f"{'frozen' if frozen else 'all'} {number + 1}: {[arm.size_bytes >> 20 for arm in arms.values()]} MiB", file=sys.stderr)
         found["frozen backbone" if frozen else "all trained"] = {

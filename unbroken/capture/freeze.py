@@ -32,8 +32,8 @@ def places(sizes: Sequence[int]) -> list[int]:
 
 def plan_slot(items: Sequence[Item], *, generation: int, step: int, rank: int, world_size: int, milestone: bool) -> SlotIndex:
     """Give every item its place in the data area."""
-    starts = places([item.nbytes for item in items])
-    placed = [Placed(piece=item.piece, offset=start, size_bytes=item.nbytes) for item, start in zip(items, starts, strict=False)]
+    *starts, _ = places([item.nbytes for item in items])
+    placed = [Placed(piece=item.piece, offset=start, size_bytes=item.nbytes) for item, start in zip(items, starts, strict=True)]
     return SlotIndex(generation=generation, step=step, rank=rank, world_size=world_size, milestone=milestone, pieces=tuple(placed))
 
 

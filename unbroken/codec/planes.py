@@ -5,7 +5,7 @@
 Trained numbers look random in their low bytes and hardly vary in their high ones. Taken apart, what can be made smaller is, and what
 cannot costs nothing. Between two snapshots bit patterns read as integers differ by little; the difference is folded so that small ones
 of both signs have zeros in their high bytes. Which way is best, a look at a sample's entropy says, before anything is compressed.
-Cost: 0.4 to 1 s of processor time per GB to encode, 0.3 to 0.5 to decode (`bench/codec.py`); memory: three times the chunk.
+Cost in processor time per GB: encode 1.0 s alone, 1.3 s against a base, decode 0.4 and 0.6 s (decision 9); memory: three times the chunk.
 """
 
 from __future__ import annotations
