@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.rigs.launched import launched
 from tests.rigs.preempted import AT, Strike, Struck, events, finish, strike_job, wait_for_no_daemon
 
 LIMIT_S = 15.0
@@ -87,6 +88,14 @@ def test_B34_an_evaluation_without_end_is_left_and_costs_one_step(tmp_path: Path
     assert (struck.applied, struck.committed) == (AT, AT - 1)
     assert "ends inside it, steps to be done again: 1" in struck.job.stderr
     check_resume(struck, strike)
+
+
+def test_B34_all_workers_end_at_once_by_a_signal_to_their_groups(tmp_path: Path) -> None:
+    """The launcher sees the last one end when it sees the first: that is the wish to stop, too, and nothing is started again."""
+    with launched(tmp_path, "os.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(60)", "--nproc-per-node", "1") as job:
+        assert job.wait() == 128 + signal.SIGTERM, job.stderr
+        assert len(job.marks("start")) == 1
+        assert "restart" not in job.stderr
 
 
 STAGES = ["import", "construct", "warm-up", "evaluation", "data", "save", "last"]

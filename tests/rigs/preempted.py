@@ -153,7 +153,9 @@ def find_targets(job: Launched, to: str, processes: list[psutil.Process]) -> lis
     """Process numbers, those of groups negative. "all": what a scheduler finds in the job, the node daemon and fork server included."""
     workers = [mark["pid"] for mark in job.marks()]
     if to == "all":
-        return [*(one.pid for one in processes), *daemons(job.folder / "run"), job.process.pid]
+        found = daemons(job.folder / "run")
+        assert found or not job.marks("opened"), "a run has a daemon"
+        return [*(one.pid for one in processes), *found, job.process.pid]
     return {"launcher": [job.process.pid], "one": [workers[-1]], "groups": [-pid for pid in workers]}[to]
 
 
@@ -162,7 +164,7 @@ def daemons(run: Path) -> list[int]:
     found = []
     for one in psutil.process_iter(["cmdline"]):
         words = one.info["cmdline"] or []
-        if "unbroken.agent" in words and words[-1] == str(run):
+        if "unbroken.agent" in words and str(run) in words:
             found.append(one.pid)
     return found
 

@@ -190,9 +190,9 @@ class ElasticAgent(LocalElasticAgent):
             for local, pid in attempt.pids.items():
                 if local not in attempt.codes and (code := peek_exit(pid)) is not None:
                     attempt.codes[local] = code
-            if attempt.has_ended:
-                return attempt
-            if attempt.has_failed and self.end_signal is None and not self._was_asked(attempt):
+            if attempt.has_failed and self.end_signal is None:
+                self._recognise_stop(attempt)
+            if attempt.has_ended or (attempt.has_failed and self.end_signal is None):
                 return attempt
             self._obey_signals(attempt)
             if self._around.num_nodes_max > 1 and self._worker_group.spec.rdzv_handler.num_nodes_waiting() > 0:
@@ -227,14 +227,12 @@ class ElasticAgent(LocalElasticAgent):
             file.write(sig.name)
         self._pass_on(attempt, sig)
 
-    def _was_asked(self, attempt: Attempt) -> bool:
-        """Has a worker ended by a signal that asks it to stop, before it had anything to finish? Then that was meant for the job."""
+    def _recognise_stop(self, attempt: Attempt) -> None:
+        """A worker that ended by a signal which asks it to stop, before it had anything to finish: that was meant for the job."""
         failed = {code for code in attempt.codes.values() if code != 0}
         asked = [sig for sig in stop_signals() if failed & {-sig, 128 + sig}]
-        if not asked or any(code < 0 and -code not in asked for code in failed):
-            return False
-        self._begin_end(attempt, asked[0])
-        return True
+        if asked and not any(code < 0 and -code not in asked for code in failed):
+            self._begin_end(attempt, asked[0])
 
     def _pass_on(self, attempt: Attempt, sig: signal.Signals) -> None:
         """To the workers alone, not to their children. SIGUSR1 stays itself, every other wish to end becomes SIGTERM."""
