@@ -217,8 +217,9 @@ class Store:
             repository = Repository.open(self._tier, self._lineage)
 
             def use(commit: CommitEntry) -> Any:
-                pieces = reading.OnDemand(repository, commit)
-                return rebuild(pieces) if into is None else load_into(pieces, into, strict=strict, cast=cast)
+                if into is None:
+                    return rebuild(reading.read_commit(repository, commit), adopt=True)
+                return load_into(reading.OnDemand(repository, commit), into, strict=strict, cast=cast)
 
             found = reading.newest_good(repository, use) if step is None else reading.exactly(repository, step, use)
         self._loaded = found.commit
@@ -469,7 +470,7 @@ class Archive:
 
         def use(commit: CommitEntry) -> Any:
             if wanted is None:
-                return assemble(reading.OnDemand(repository, commit))
+                return assemble(reading.read_commit(repository, commit))
 
             def read(pointers: Callable[[str], bool]) -> reading.Pieces:
                 return reading.read_commit(repository, commit, lambda s: reading.logical(s) and pointers(s.piece.pointer))

@@ -13,6 +13,7 @@ import pytest
 from tests.rigs.tiers import KINDS, WRAPPED, Maker, maker, wrapped
 from unbroken.core.errors import Permanent, StoreError
 from unbroken.core.ports import Tier
+from unbroken.store.tiers.into import reading
 from unbroken.store.tiers.probe import probe
 from unbroken.store.tiers.traits import traits_of
 
@@ -67,6 +68,19 @@ def test_an_object_is_the_concatenation_of_its_parts(tier: Tier) -> None:
     assert tier.create("a/b", [b"one", bytearray(b"two"), memoryview(b"three")]) == 11
     assert tier.read("a/b") == b"onetwothree"
     assert tier.size("a/b") == 11
+
+
+def test_an_object_is_read_into_memory_that_is_there(tier: Tier) -> None:
+    tier.create("a/b", [b"0123456789"])
+    memory = bytearray(16)
+    with reading(tier, "a/b") as read_into:
+        assert read_into(3, memoryview(memory)[:4]) == 4
+        assert read_into(8, memoryview(memory)[4:]) == 2
+        assert read_into(10, memoryview(memory)[6:]) == 0
+        assert read_into(99, memoryview(memory)[6:]) == 0
+    assert memory == b"345689" + bytes(10)
+    with pytest.raises(FileNotFoundError), reading(tier, "a/c") as read_into:
+        read_into(0, memoryview(memory))
 
 
 def test_an_object_may_be_empty(tier: Tier) -> None:

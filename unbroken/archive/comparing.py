@@ -16,7 +16,7 @@ from unbroken.archive.reading import checked_manifests, commit_of, newest_plausi
 from unbroken.capture.scalars import decode, is_array, is_scalar
 from unbroken.core.errors import Damaged, NoCheckpoint
 from unbroken.core.records import CommitEntry, Manifest, StoredPiece
-from unbroken.store.manifests import Chunks, read_pieces
+from unbroken.store.loading import Chunks, read_pieces
 from unbroken.store.repository import Repository
 
 What = Literal["added", "removed", "type", "role", "value"]
@@ -197,7 +197,7 @@ def _value(repository: Repository, side: _Side) -> str:
         except ValueError as error:
             raise Damaged(piece.pointer, str(error)) from error
     else:
-        text = data.decode("utf-8", "backslashreplace")
+        text = bytes(data).decode("utf-8", "backslashreplace")
     return text if len(text) <= _MAX_SHOWN_CHARS else text[: _MAX_SHOWN_CHARS - 1] + "…"
 
 

@@ -28,10 +28,14 @@ def raw(data: Buffer) -> memoryview:
 
 
 class Builder:
-    """Reads nodes of one set of pieces. Tensors that were aliases of each other come out as one tensor. Errors: Damaged."""
+    """Reads nodes of one set of pieces. Tensors that were aliases of each other come out as one tensor. Errors: Damaged.
 
-    def __init__(self, pieces: Pieces) -> None:
+    adopt: tensors may take over the memory of the pieces, which nobody else uses.
+    """
+
+    def __init__(self, pieces: Pieces, *, adopt: bool = False) -> None:
         self._pieces = pieces
+        self._adopt = adopt
         self._tensors: dict[str, Any] = {}
 
     def node(self, pointer: str) -> tuple[Piece, memoryview]:
@@ -167,7 +171,7 @@ class Builder:
         try:
             if piece.dtype in tensors.DTYPES:
                 if where not in self._tensors:
-                    self._tensors[where] = tensors.read(piece.dtype, piece.shape, data)
+                    self._tensors[where] = tensors.read(piece.dtype, piece.shape, data, adopt=self._adopt)
                 return self._tensors[where]
             if piece.dtype in tensors.NAMED:
                 return tensors.decode(piece.dtype, data)
@@ -178,9 +182,11 @@ class Builder:
         raise Damaged(pointer or "/", f"has a type this version does not know: {piece.dtype[:40]!r}")
 
 
-def rebuild(pieces: Pieces, pointer: str = "") -> Any:
+def rebuild(pieces: Pieces, pointer: str = "", *, adopt: bool = False) -> Any:
     """The state that was flattened, from its pieces by pointer; `pointer` picks a part. Tensors are on the CPU and own their memory.
+
+    adopt: they may take over that of the pieces, which nobody else uses.
 
     Pieces not reachable from `pointer` are passed over. Damaged names the pointer when bytes, shapes, lists or aliases do not fit.
     """
-    return Builder(pieces).build(pointer)
+    return Builder(pieces, adopt=adopt).build(pointer)

@@ -23,7 +23,7 @@ def select(read: Callable[[Callable[[str], bool]], Pieces], wanted: Mapping[str,
     firsts = {bytes(raw(data)).decode("utf-8", "replace") for piece, data in pieces.values() if piece.dtype == ALIAS} - pieces.keys()
     if firsts:
         pieces.update(read(lambda pointer: pointer in firsts))
-    builder = Builder(pieces)
+    builder = Builder(pieces, adopt=True)
     return {key: _part(builder, pieces, top, key) for key, top in wanted.items()}
 
 
@@ -37,8 +37,8 @@ def _part(builder: Builder, pieces: Pieces, top: str, key: str) -> Any:
 
 
 def assemble(pieces: Pieces) -> Any:
-    """The whole state. Parts flattened apart ("/model/parameters", "/optimizer") become nested dicts."""
-    builder = Builder(pieces)
+    """The whole state. Parts flattened apart ("/model/parameters", "/optimizer") become nested dicts. The pieces' memory is taken over."""
+    builder = Builder(pieces, adopt=True)
     return builder.build("") if "" in pieces else _nested(builder, pieces, "")
 
 

@@ -7,6 +7,7 @@ contiguous), device (it comes back on the CPU), requires_grad, or being a Parame
 from __future__ import annotations
 
 import math
+import mmap
 import sys
 from typing import Any
 
@@ -75,9 +76,14 @@ def check(dtype: str, shape: tuple[int, ...], data: memoryview) -> None:
         raise ValueError("holds bytes other than 0 and 1 where booleans belong")
 
 
-def read(dtype: str, shape: tuple[int, ...], data: memoryview) -> torch.Tensor:
-    """A contiguous CPU tensor that owns its memory. ValueError with the reason, before allocating, if the bytes do not fit."""
+def read(dtype: str, shape: tuple[int, ...], data: memoryview, *, adopt: bool = False) -> torch.Tensor:
+    """A contiguous CPU tensor that owns its memory. ValueError with the reason, before allocating, if the bytes do not fit.
+
+    adopt: where `data` is memory mapped for nobody else that memory becomes the tensor's, whose storage cannot be resized then.
+    """
     check(dtype, shape, data)
+    if adopt and isinstance(data.obj, mmap.mmap) and not data.readonly and len(data):
+        return torch.frombuffer(data, dtype=DTYPES[dtype]).view(shape)
     out = torch.empty(shape, dtype=DTYPES[dtype])
     if len(data):
         out.view(-1).view(torch.uint8).numpy().data[:] = data

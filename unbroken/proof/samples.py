@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from unbroken.core.errors import Damaged
+from unbroken.core.ports import Buffer
 from unbroken.core.records import StoredPiece
 from unbroken.order.ledger import SKIPS, digests, parse, unit_digest
 from unbroken.order.skips import Skips
@@ -72,7 +73,7 @@ def stored_skips(repository: Repository) -> dict[str, Skips]:
     return {}
 
 
-def _list(stored: StoredPiece, data: bytes) -> Iterator[Skips]:
+def _list(stored: StoredPiece, data: Buffer) -> Iterator[Skips]:
     name = stored.piece.dtype.removeprefix("np.array:")
     if name in ("uint8", "uint16", "uint32", "uint64"):
         with suppress(ValueError):  # no list of ids: its digest is not one that the birth facts name

@@ -15,8 +15,9 @@ from unbroken.store import paths
 from unbroken.store.catalog import condemned_objects
 from unbroken.store.journal import first_chain, read_journal
 from unbroken.store.lineages import unlogged
+from unbroken.store.loading import read_pieces
 from unbroken.store.log import Heads, Key, Log, key_of, visible
-from unbroken.store.manifests import check_cut, is_cut_at_leaves, load_manifest, read_pieces
+from unbroken.store.manifests import check_cut, is_cut_at_leaves, load_manifest
 from unbroken.store.packs import Packed, audit_pack, packed
 from unbroken.store.sealed import read_sealed
 

@@ -16,8 +16,9 @@ from unbroken.core.limits import CHUNK_BYTES
 from unbroken.core.ports import Buffer, Tier
 from unbroken.core.records import CommitEntry, Manifest, Piece
 from unbroken.store.chains import Located, locate
+from unbroken.store.loading import Chunks
 from unbroken.store.log import Key
-from unbroken.store.manifests import Chunks, is_cut_at_leaves
+from unbroken.store.manifests import is_cut_at_leaves
 from unbroken.store.packs import Chunk, Place
 
 MAX_DEPTH = 8

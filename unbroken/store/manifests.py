@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
-from io import BytesIO
+from collections.abc import Iterable, Sequence
 
 from msgspec import UNSET
 
-from unbroken.codec.digest import digest, join_leaves, leaf_digest, rank_root, state_root
+from unbroken.codec.digest import digest, rank_root, state_root
 from unbroken.codec.items import ITEM_BYTES
 from unbroken.codec.planes import IDENTITY, NEEDS_BASE
 from unbroken.core.errors import Damaged
@@ -17,10 +15,8 @@ from unbroken.core.limits import LEAF_BYTES, MAX_CHAIN, MAX_PIECES
 from unbroken.core.ports import Tier
 from unbroken.core.records import ChunkRef, CommitEntry, Manifest, ManifestRef, StoredPiece
 from unbroken.store import paths
-from unbroken.store.packs import ALIGN_BYTES, MAX_CHUNK_BYTES, Read, read_chunk
+from unbroken.store.packs import ALIGN_BYTES, MAX_CHUNK_BYTES
 from unbroken.store.sealed import read_bounded, unseal
-
-_CACHED_CHUNKS = 2
 
 
 def roots(pieces: Iterable[StoredPiece], ranks: Sequence[int]) -> tuple[str, tuple[str, ...]]:
@@ -109,75 +105,6 @@ def commit_entry(
         journal_lines=journal_lines,
         time=time,
     )
-
-
-def read_pieces(tier: Tier, manifest: Manifest, wanted: Iterable[StoredPiece]) -> Iterator[tuple[StoredPiece, bytes]]:
-    """Pieces with their verified bytes, in the order of their chunks. Memory: three chunks and one piece."""
-    chunks = Chunks(tier, manifest)
-    for stored in sorted(wanted, key=lambda s: s.extents[0].chunk if s.extents else -1):
-        yield stored, _assemble(stored, chunks)
-
-
-class Chunks:
-    """The chunks of one manifest, verified; the last few are kept, since small pieces share them."""
-
-    def __init__(self, tier: Tier, manifest: Manifest) -> None:
-        self.refs = manifest.chunks
-        self._tier = tier
-        self._kept: OrderedDict[int, Read] = OrderedDict()
-
-    def get(self, number: int) -> Read:
-        """The chunk; one that is a difference costs its whole chain, bases first."""
-        if number not in self._kept:
-            self._keep(number, self._read(number))
-        self._kept.move_to_end(number)
-        return self._kept[number]
-
-    def _read(self, number: int) -> Read:
-        chain = [number]
-        while (base := self.refs[chain[-1]].base) is not UNSET and chain[-1] not in self._kept:
-            chain.append(base)
-        read = self._kept.get(chain[-1]) or read_chunk(self._tier, self.refs[chain[-1]])
-        for above in reversed(chain[:-1]):
-            read = read_chunk(self._tier, self.refs[above], read.data)
-        return read
-
-    def _keep(self, number: int, read: Read) -> None:
-        self._kept[number] = read
-        if len(self._kept) > _CACHED_CHUNKS:
-            self._kept.popitem(last=False)
-
-
-def _assemble(stored: StoredPiece, chunks: Chunks) -> bytes:
-    if _is_repeating(stored) and _streamed_digest(stored, chunks) != stored.digest:
-        raise Damaged(chunks.refs[stored.extents[0].chunk].pack, f"piece {stored.piece.pointer} does not match its digest")
-    whole, leaves = BytesIO(), []
-    for extent in stored.extents:
-        data, of_chunk = chunks.get(extent.chunk)
-        whole.write(memoryview(data)[extent.offset : extent.offset + extent.length])
-        leaves += of_chunk
-    piece = whole.getvalue()  # without a copy: a joined list would need the piece twice
-    value = join_leaves(leaves) if is_cut_at_leaves(stored, chunks.refs) else digest(piece)
-    if len(piece) != stored.size_bytes or value != stored.digest:
-        path = chunks.refs[stored.extents[0].chunk].pack if stored.extents else stored.piece.pointer
-        raise Damaged(path, f"piece {stored.piece.pointer} does not match its digest")
-    return piece
-
-
-def _is_repeating(stored: StoredPiece) -> bool:
-    """Does it name bytes more than once? Then a small file can claim any size, and is not believed before its digest is."""
-    return len(set(stored.extents)) < len(stored.extents)
-
-
-def _streamed_digest(stored: StoredPiece, chunks: Chunks) -> str:
-    """The digest of a piece without its bytes in one place."""
-    leaves, rest = [], bytearray()
-    for extent in stored.extents:
-        rest += memoryview(chunks.get(extent.chunk).data)[extent.offset : extent.offset + extent.length]
-        whole = len(rest) - len(rest) % LEAF_BYTES
-        leaves += [leaf_digest(rest[i : i + LEAF_BYTES]) for i in range(0, whole, LEAF_BYTES)]
-        del rest[:whole]
-    return join_leaves(leaves + ([leaf_digest(bytes(rest))] if rest or not leaves else []))
 
 
 def is_cut_at_leaves(stored: StoredPiece, chunks: Sequence[ChunkRef]) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
 from unbroken.core.errors import Damaged, Fenced, ForeignFolder, NoCheckpoint, Permanent, Transient
-from unbroken.core.ports import Clock, Nonces, SystemNonces, Tier
+from unbroken.core.ports import Buffer, Clock, Nonces, SystemNonces, Tier
 from unbroken.core.records import (
     CommitEntry,
     CondemnEntry,
@@ -34,8 +34,9 @@ from unbroken.store.holds import Hold, Holds
 from unbroken.store.journal import durable_head
 from unbroken.store.layout import Look, Part
 from unbroken.store.lineages import OtherLineages, require_lineage
+from unbroken.store.loading import read_pieces
 from unbroken.store.log import Key, Log, key_of, newest_generation, newest_number, visible
-from unbroken.store.manifests import check_cut, commit_entry, load_manifest, read_pieces
+from unbroken.store.manifests import check_cut, commit_entry, load_manifest
 from unbroken.store.packs import Origin
 from unbroken.store.sealed import read_sealed, seal
 from unbroken.store.writing import Share, Writing
@@ -138,8 +139,8 @@ class Repository:
         self._remember(commit, manifests)
         return manifests
 
-    def read_pieces(self, manifest: Manifest, wanted: Iterable[StoredPiece]) -> Iterator[tuple[StoredPiece, bytes]]:
-        """Pieces with their verified bytes, in the order of their chunks, each chunk read once. Memory: three chunks and one piece."""
+    def read_pieces(self, manifest: Manifest, wanted: Iterable[StoredPiece]) -> Iterator[tuple[StoredPiece, Buffer]]:
+        """Pieces with their verified bytes, in the order of their chunks, each chunk read once. Memory: three chunks, two pieces."""
         return read_pieces(self.tier, manifest, wanted)
 
     def write(

@@ -13,7 +13,8 @@ from tests.rigs.store_run import manifest_of, part, start
 from unbroken.core.errors import Damaged
 from unbroken.core.limits import CHUNK_BYTES
 from unbroken.core.records import Extent, Manifest
-from unbroken.store.manifests import check_cut, check_manifest, read_pieces
+from unbroken.store.loading import read_pieces
+from unbroken.store.manifests import check_cut, check_manifest
 from unbroken.store.tiers.memory import MemoryTier
 
 

@@ -20,7 +20,8 @@ from unbroken.core.errors import ForeignFolder, Permanent, StoreError, Transient
 from unbroken.core.os import boot_id, forget_pages, hostname, is_alive, sync_directory
 from unbroken.core.ports import Buffer, Nonces, SystemNonces, failpoint
 from unbroken.store.paths import is_inside
-from unbroken.store.tiers.direct import BlockWriter
+from unbroken.store.tiers.direct import BlockReader, BlockWriter
+from unbroken.store.tiers.into import ReadInto
 from unbroken.store.tiers.traits import Traits
 
 _PASSING = frozenset({errno.EINTR, errno.EAGAIN, errno.EBUSY, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.ETIMEDOUT})
@@ -101,6 +102,19 @@ class DiskTier:
         with _explained(path), self._opened(path) as fd:
             there = max(0, _regular_size(fd, path) - offset)
             return _read_at(fd, offset, there if length is None else max(0, min(length, there)))
+
+    @contextmanager
+    def reading(self, path: str) -> Iterator[ReadInto]:
+        """One object, open: `tiers.into.reading`. What is not in the page cache is read past it into memory of whole pages."""
+        with _explained(path), self._opened(path) as fd:
+            _regular_size(fd, path)
+            reader = BlockReader(fd)
+
+            def read_into(offset: int, view: memoryview) -> int:
+                with _explained(path):
+                    return reader.read_into(offset, view)
+
+            yield read_into
 
     def size(self, path: str) -> int:
         with _explained(path), self._opened(path) as fd:
