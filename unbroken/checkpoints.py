@@ -5,8 +5,8 @@ Neither needs a launcher, a daemon or a process group. torch is imported when a 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import mmap
 import os
 import sys
 import threading
@@ -15,7 +15,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from msgspec import Struct
 
@@ -24,6 +24,7 @@ from unbroken.archive.branching import Branch, LineageInfo, list_lineages, make_
 from unbroken.archive.comparing import Difference, choose_commits, compare
 from unbroken.archive.exporting import Export, export
 from unbroken.archive.saving import Saving, save_failed
+from unbroken.archive.staging import CopyFailed, Staging
 from unbroken.core.errors import CheckpointWarning, Fenced, NoCheckpoint, Refused, SaveFailed, StoreError
 from unbroken.core.limits import DRAIN_TIMEOUT_S, KEEP_NEWEST
 from unbroken.core.ports import SystemClock, SystemNonces, environment
@@ -33,9 +34,6 @@ from unbroken.proof.diverging import Parting, part_ways
 from unbroken.store.paths import check_lineage
 from unbroken.store.repository import Part, Repository, VerifyReport, naming
 from unbroken.store.tiers.disk import DiskTier, local_path
-
-if TYPE_CHECKING:
-    from unbroken.capture.tree import Item
 
 _NUM_BUFFERS = 2
 _MAX_STEP = 10**12 - 1
@@ -47,35 +45,13 @@ def _warn(notes: Iterable[str], depth: int) -> None:
         warnings.warn(note, CheckpointWarning, stacklevel=depth + 2)
 
 
-class _Staging:
-    """Memory that one save is copied into; kept, since fresh pages make the copy 5-10 times slower."""
-
-    def __init__(self) -> None:
-        self._memory: mmap.mmap | None = None
-
-    def copy(self, items: Sequence[Item]) -> list[Part]:
-        """All items' bytes as they are now. Cost: one pass at memory bandwidth."""
-        from unbroken.capture.freeze import places
-        from unbroken.capture.tree import write_item
-
-        *starts, total = places([item.nbytes for item in items])
-        if self._memory is None or len(self._memory) < total:
-            self._memory = mmap.mmap(-1, max(total, mmap.PAGESIZE))
-        view, parts = memoryview(self._memory), []
-        for item, start in zip(items, starts, strict=True):
-            place = view[start : start + item.nbytes]
-            write_item(item, place)
-            parts.append(Part(item.piece, place))
-        return parts
-
-
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(slots=True, eq=False)
 class _Save:
     step: int
     milestone: bool
     base: CommitEntry | None
     loaded_root: str
-    staging: _Staging
+    staging: Staging
     parts: list[Part]
 
 
@@ -150,9 +126,9 @@ class Store:
         self._lineage = check_lineage(lineage)
         self._saving: Saving | None = None
         self._background = _Background()
-        self._buffers = deque(_Staging() for _ in range(_NUM_BUFFERS))
+        self._buffers = deque(Staging() for _ in range(_NUM_BUFFERS))
         self._freed = threading.Condition()
-        self._in_flight: deque[int] = deque()
+        self._in_flight: deque[_Save] = deque()
         self._failures: list[tuple[int, Exception]] = []
         self._loaded: CommitEntry | None = None
         self._damaged: list[reading.PassedOver] = []
@@ -183,15 +159,17 @@ class Store:
         saving = self._open(step)
         base = self._base(saving, step)
         staging = self._buffer()
-        try:
-            parts = staging.copy(items)
-        except BaseException:  # raised again: whatever it was, the staging memory must not stay taken
-            self._give_back(staging)
-            raise
         loaded_root = self._loaded.state_root if self._loaded is not None else ""
-        save = _Save(step, milestone, base, loaded_root, staging, parts)
-        self._in_flight.append(step)
-        self._background.submit(lambda: self._write(saving, save))
+        save = _Save(step, milestone, base, loaded_root, staging, staging.place(items))
+        self._in_flight.append(save)
+        try:
+            self._background.submit(lambda: self._write(saving, save))  # begins with what has been copied
+            staging.copy()
+        except BaseException:  # raised again: whatever it was, the writing must not wait for the rest
+            staging.give_up()
+            with contextlib.suppress(ValueError):  # it was over already
+                self._in_flight.remove(save)
+            raise
         self._loaded = None  # "go back to here" was meant for this save: later steps ascend again, or a repeated one would delete newer
         self._show_notes()
         if wait:
@@ -240,7 +218,7 @@ class Store:
     def wait(self) -> None:
         """Return when every save so far is durable. SaveFailed if one is not, once; the Store goes on to work."""
         if not self._background.join(DRAIN_TIMEOUT_S):
-            raise SaveFailed(f"steps {list(self._in_flight)} have not become durable in {DRAIN_TIMEOUT_S:.0f} s")
+            raise SaveFailed(f"steps {[save.step for save in list(self._in_flight)]} have not become durable in {DRAIN_TIMEOUT_S:.0f} s")
         self._show_notes()
         self._raise_failures()
 
@@ -283,7 +261,7 @@ class Store:
     def _base(self, saving: Saving, step: int) -> CommitEntry | None:
         """The checkpoint to go back to before `step` can be saved; None when it simply follows. Refused when it does neither."""
         last = saving.last
-        newest = self._in_flight[-1] if self._in_flight else last.step if last is not None else -1
+        newest = self._in_flight[-1].step if self._in_flight else last.step if last is not None else -1
         if step > newest:
             return None
         if self._loaded is not None and self._loaded.step <= step:
@@ -293,13 +271,14 @@ class Store:
             "load() the step to go back to first, or use another folder for another run"
         )
 
-    def _buffer(self) -> _Staging:
+    def _buffer(self) -> Staging:
         with self._freed:
             if not self._freed.wait_for(lambda: bool(self._buffers), DRAIN_TIMEOUT_S):
-                raise SaveFailed(f"step {self._in_flight[0]} has not become durable in {DRAIN_TIMEOUT_S:.0f} s: this save was not begun")
+                step = self._in_flight[0].step
+                raise SaveFailed(f"step {step} has not become durable in {DRAIN_TIMEOUT_S:.0f} s: this save was not begun")
             return self._buffers.popleft()
 
-    def _give_back(self, staging: _Staging) -> None:
+    def _give_back(self, staging: Staging) -> None:
         with self._freed:
             self._buffers.appendleft(staging)  # used first again: the other one's memory is made only when two saves are in flight
             self._freed.notify()
@@ -308,6 +287,8 @@ class Store:
         """In the background: one save, and its failure kept for the caller's next call."""
         try:
             saving.save(save.step, save.parts, save.milestone, save.base, save.loaded_root)
+        except CopyFailed:
+            pass  # safe: nothing was written that stays, and the caller has met the error itself
         except Exception as error:  # noqa: BLE001  (whatever it is, it is raised as SaveFailed at the next call)
             if isinstance(error, Fenced):
                 self._fenced = error
@@ -316,7 +297,8 @@ class Store:
             saving.collect(self._keep)
         finally:
             save.parts.clear()
-            self._in_flight.popleft()
+            with contextlib.suppress(ValueError):  # given up
+                self._in_flight.remove(save)
             self._give_back(save.staging)
 
     def _raise_failures(self) -> None:

@@ -18,10 +18,14 @@ from unbroken.store.packs import Chunk, Place, chunk_leaves
 
 @dataclass(frozen=True)
 class Part:
-    """A piece and its bytes, little-endian and contiguous, which must not change while they are written."""
+    """A piece and its bytes, little-endian and contiguous, which must not change while they are written.
+
+    `ready` returns when they are there, or raises; None: they are.
+    """
 
     piece: Piece
     data: memoryview
+    ready: Callable[[], None] | None = None
 
 
 Look = Callable[[Piece, Buffer], str]
@@ -47,6 +51,8 @@ class Layout:
 
     def __iter__(self) -> Iterator[Chunk]:
         for rank, part in self._parts:
+            if part.ready is not None:
+                part.ready()
             data = memoryview(part.data).cast("B")
             if len(data) == 0:
                 self._add(rank, part.piece, 0, digest(b""), ())
