@@ -31,6 +31,8 @@ from unbroken.core.ports import SystemClock, SystemNonces, environment
 from unbroken.core.records import MAIN_LINEAGE, CommitEntry, RunFacts, StoredPiece
 from unbroken.proof.certify import Certificate, certify
 from unbroken.proof.diverging import Parting, part_ways
+from unbroken.proof.replaying import Replayable, replayable
+from unbroken.store.log import replay_of
 from unbroken.store.paths import check_lineage
 from unbroken.store.repository import Part, Repository, VerifyReport, naming
 from unbroken.store.tiers.disk import DiskTier, local_path
@@ -343,7 +345,10 @@ class Store:
 
 
 class CheckpointInfo(Struct, frozen=True, kw_only=True):
-    """One checkpoint that can be loaded. `size_bytes` is its state's logical size, `created` UTC ("" if unknown), `root` its state root."""
+    """One checkpoint that can be loaded. `size_bytes` is its state's logical size, `created` UTC ("" if unknown), `root` its state root.
+
+    `kind`: "full", "incremental" (in part differences from an older one), or "replay": in a lineage that makes a step again.
+    """
 
     step: int
     generation: int
@@ -409,7 +414,7 @@ class Archive:
                 generation=commit.generation,
                 size_bytes=commit.size_bytes,
                 created=times.get((commit.step, commit.generation), ""),
-                kind=commit.kind,
+                kind=commit.kind if replay_of(repository.log.state) is None else "replay",
                 root=commit.state_root,
                 milestone=commit.milestone,
                 lineage=repository.lineage,
@@ -424,6 +429,11 @@ class Archive:
     def lineages(self) -> list[LineageInfo]:
         """The histories in this folder, the run's own first. Reads their logs."""
         return list_lineages(self._tier)
+
+    def replayable(self) -> list[Replayable]:
+        """The steps between the checkpoints here, which `unbroken materialize` makes again. Reads their journals: 5 us per step."""
+        with naming(self._root):
+            return replayable(self._fresh()) if "units" in self.facts.options else []
 
     def branch(self, step: int, name: str, set: Mapping[str, Any] | None = None) -> Branch:
         """Begin a lineage `name` in the same folder that goes on from the checkpoint of `step`; durable on return, no state is copied.

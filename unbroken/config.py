@@ -15,6 +15,7 @@ from msgspec import Struct
 from unbroken.cluster.settings import LAUNCH
 from unbroken.core.limits import KEEP_NEWEST, MAX_THREADS, MAX_UNITS, MIN_HANG_TIMEOUT_S
 from unbroken.core.records import MAIN_LINEAGE
+from unbroken.core.replay import Replay, replay_in_force
 from unbroken.core.settings import Found, Setting, Table, check, find_file, gather, number, one_of, read_file, strange_variables, whole
 from unbroken.loggers.choose import JSON_LINES, LogTo, Target, targets
 from unbroken.order.streams import check_seed
@@ -92,6 +93,7 @@ class RunConfig:
     full_every: Interval | None = None
     lineage: str = MAIN_LINEAGE
     anomalies: Anomalies = field(default_factory=Anomalies)
+    replay: Replay | None = None
     origins: tuple[str, ...] = field(default=(), compare=False)
     """What the script does not show: "keep=5 from UNBROKEN_KEEP"."""
 
@@ -279,7 +281,16 @@ def configure(lose_at_most: str | None, resume: str | None, options: Options) ->
     """The options of a run from wherever they are given; None is not given. Errors name the argument, the variable or file:line."""
     explicit = {name: value for name, value in (("lose_at_most", lose_at_most), ("resume", resume)) if value is not None}
     found = gather(RUN, explicit | dict(options), read_file(find_file()))
-    return _config({name: one.value for name, one in found.items()}, tuple(map(_told, filter(_is_foreign, found.values()))))
+    values = {name: one.value for name, one in found.items()} | _of_replay(replay_in_force())
+    return _config(values, tuple(map(_told, filter(_is_foreign, found.values()))))
+
+
+def _of_replay(replay: Replay | None) -> dict[str, Any]:
+    """What a process that makes a step again does whatever its script says: up to that step, in that lineage, telling no sink."""
+    if replay is None:
+        return {}
+    ends = {"total_steps": replay.step, "milestone_every": replay.step, "keep": 1}
+    return {"replay": replay, "lineage": replay.lineage, "resume": "must", "log_to": (), **ends}
 
 
 def _config(values: dict[str, Any], origins: tuple[str, ...] = ()) -> RunConfig:

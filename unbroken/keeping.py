@@ -18,6 +18,7 @@ from unbroken.opening import Opening
 from unbroken.recover.journal_client import JournalClient
 from unbroken.recover.snapshots import Snapshots
 from unbroken.recover.start import Counters
+from unbroken.replaying import Again
 from unbroken.reporting import Reporting
 from unbroken.step.exchange import ExchangeFailed
 from unbroken.step.reduce import Flags
@@ -84,6 +85,7 @@ class Keeping:
         self._snapshots = Snapshots(opening.link, clock, self._rank, world_size, plan.generation)
         self.reporting = Reporting(opening, plan, self._rank)
         self.evaluations = LongEvaluations()
+        self._again = None if opening.config.replay is None else Again(opening, opening.config.replay, plan.step)
         self._wanted: tuple[bool, bool] | None = None
         self._saved_step = -1 if plan.source == "fresh" else plan.step
         self._unconfirmed = (plan.step, False) if plan.source == "memory" else None  # the newest snapshot: (step, milestone)
@@ -111,7 +113,9 @@ class Keeping:
         return Flags(stop, self._rank == 0 and self._snapshots.has_room() and due, link.lost is not None, link.poisoned_step)
 
     def stepped(self, attempt: int, applied: Applied, now_s: float) -> None:
-        """A step has been applied by all."""
+        """A step has been applied by all. Refused where it is one that is made again, and not what it was."""
+        if self._again is not None:
+            self._again.stepped(self._counters.step, applied, self._opening.exchange.world_size)
         self._journal.step(self._counters.step, attempt, applied, now_s)
         self._pace.step_done()
 
@@ -125,8 +129,11 @@ class Keeping:
     def boundary(self, told: list[Flags], *, last: bool, put_off: bool = False) -> bool:
         """The boundary of the step just applied; `told` came with it. True when a rank was asked to stop and all is committed.
 
-        put_off: no snapshot that merely is due is taken now; it is at the next boundary.
+        put_off: no snapshot that merely is due is taken now; it is at the next boundary. Refused as by `stepped`.
         """
+        if self._again is not None:
+            self._again.boundary(self._counters)
+            put_off = put_off or not self._again.keeps(self._counters.step)
         self._opening.link.poll()
         self.reporting.send(self._journal, self._counters.step, wait=False)
         self.reporting.committed(self._opening.link.committed)
@@ -165,6 +172,8 @@ class Keeping:
 
     def save(self, milestone: bool, wait: bool) -> None:
         """Save now; with `wait`, return when it is durable or raise SaveFailed."""
+        if self._again is not None and not self._again.keeps(self._counters.step):
+            return
         taken = self._snapshot(milestone=milestone, wait_s=DRAIN_TIMEOUT_S, explicit=True)
         if wait and not taken:
             raise SaveFailed(f"no snapshot of step {self._counters.step} could be taken, see the warning; older checkpoints are untouched")
@@ -203,6 +212,8 @@ class Keeping:
         """True if this step is in memory, or durable, now."""
         if self._saved_step == self._counters.step and not milestone:
             return True
+        if self._again is not None and not self._again.keeps(self._counters.step):
+            return False
         self.reporting.send(self._journal, self._counters.step, wait=True)
         try:
             pieces = self._pieces()

@@ -30,6 +30,7 @@ from unbroken.order.ledger import SKIPS, check_same
 from unbroken.recover.attempts import attempt, tell_launcher
 from unbroken.recover.link import Link
 from unbroken.recover.once import Once, check_key
+from unbroken.recover.replays import require_place
 from unbroken.recover.snapshots import expected_bytes
 from unbroken.recover.start import Counters, Start, digests, fact_items
 from unbroken.recover.together import together
@@ -110,6 +111,8 @@ class Opening:
             lineage=self.config.lineage,
             rules=self._rules(),
         )
+        if self.config.lineage != MAIN_LINEAGE:
+            together(self.exchange, self._require_place if self.exchange.rank == 0 else lambda: None)
         self.link = self.start.connect()
         self.moments["rendezvous"] = self.clock.monotonic()
         plan = self._load(self.start.plan(self.link))
@@ -183,6 +186,9 @@ class Opening:
             self.link.failures.append(Failed(step=self.start.counters.step, generation=0, text=describe(error)))
             raise
 
+    def _require_place(self) -> None:
+        require_place(self.start.tier, self.directory, self.config.lineage, self.config.replay)
+
     def _require_own_run(self) -> None:
         """Looked at before a daemon is asked, because that one would take the folder for a new run's."""
         try:
@@ -200,7 +206,7 @@ class Opening:
     def once(self, key: str) -> bool:
         """True on rank 0 when the run has not done this yet."""
         check_key(key)
-        return self.exchange.rank == 0 and self.done.first(key)
+        return self.exchange.rank == 0 and self.done.first(key) and self.config.replay is None  # a step made again was done before
 
     def facts(self) -> list[Item]:
         """Compared and recorded pieces as they stand now: a switch may be turned in mid-run. Cost: 5 us per module, 20 us besides."""

@@ -126,6 +126,8 @@ class Run(Life):
                 self._leave_loop()
             self._interrupt.let_go()
         self.close()
+        if self._config.replay is not None and self._counters.step >= self._config.replay.step:
+            sys.exit(0)  # what the script does after its loop is for the end of the run
 
     def _goes_on(self) -> bool:
         """Is there another step? Where the state has become non-finite, the run goes back first."""
@@ -233,6 +235,7 @@ class Run(Life):
         wait: the boundary (or this call) returns only when it is durable, and raises SaveFailed with the cause if it is not.
         """
         self._require_open()
+        milestone = milestone and self._config.replay is None  # of steps made again the last one alone is kept
         if self._stepping.is_inside:
             raise RuntimeError("run.save() belongs after run.step() or outside the loop: inside a step there is no whole state to save")
         if self._looping:

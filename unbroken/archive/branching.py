@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from msgspec import Struct
+from msgspec import UNSET, Struct
 
 from unbroken.archive import reading
 from unbroken.archive.settings import Changed, change_settings, is_setting
@@ -23,7 +23,7 @@ from unbroken.store import paths
 from unbroken.store.journal import JournalWriter
 from unbroken.store.lease import WriterLease
 from unbroken.store.lineages import is_begun, lineage_names, require_lineage
-from unbroken.store.log import Log, branch_of, visible
+from unbroken.store.log import Log, branch_of, replay_of, visible
 from unbroken.store.repository import Part, Repository
 from unbroken.store.tiers.disk import DiskTier
 
@@ -40,7 +40,10 @@ class Branch(Struct, frozen=True, kw_only=True):
 
 
 class LineageInfo(Struct, frozen=True, kw_only=True):
-    """A history in a folder: where it was branched off ("" and 0 for `main`), its newest step (None: none yet), its checkpoints."""
+    """A history in a folder: where it was branched off ("" and 0 for `main`), its newest step (None: none yet), its checkpoints.
+
+    `replay`: the step of its parent that it is there to make again, None for one that is there to be trained.
+    """
 
     name: str
     parent: str
@@ -48,6 +51,7 @@ class LineageInfo(Struct, frozen=True, kw_only=True):
     newest: int | None
     num_checkpoints: int
     changes: list[Change]
+    replay: int | None = None
 
 
 def list_lineages(tier: Tier) -> list[LineageInfo]:
@@ -66,6 +70,7 @@ def list_lineages(tier: Tier) -> list[LineageInfo]:
                 newest=commits[-1].step if commits else None,
                 num_checkpoints=len(commits),
                 changes=list(branch.changes) if branch is not None else [],
+                replay=replay_of(state),
             )
         )
     return found
@@ -79,9 +84,19 @@ def check_name(name: str) -> str:
 
 
 def make_branch(
-    source: Repository, tier: DiskTier, step: int, name: str, settings: Mapping[str, Any], *, clock: Clock, nonces: Nonces
+    source: Repository,
+    tier: DiskTier,
+    step: int,
+    name: str,
+    settings: Mapping[str, Any],
+    *,
+    clock: Clock,
+    nonces: Nonces,
+    replay: int | None = None,
 ) -> Branch:
     """Begin lineage `name` on the checkpoint of `step`; durable on return. Reads the manifests and the settings that are changed.
+
+    `replay`: it is there to make this step again, and will not be trained further.
 
     NoCheckpoint if there is no such step, or retention removed it meanwhile; Damaged if it is not whole; Refused if the lineage is there
     already; Fenced while another process makes it; ValueError for a bad name or a setting that does not fit. Nothing is visible then.
@@ -103,6 +118,7 @@ def make_branch(
             state_root=base.state_root,
             manifests=base.manifests,
             changes=changed.told,
+            replay=UNSET if replay is None else replay,
         )
         log.append(branch, writer=writer, clock=clock, check=lambda state: None)
         failpoint("branch.pinned")

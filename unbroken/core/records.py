@@ -208,7 +208,8 @@ class BranchEntry(Struct, frozen=True, kw_only=True, tag="branch"):
     """First entry of a lineage that another one begets: its base is the commit (step, generation) of the lineage `parent`.
 
     It makes nothing visible. Until a commit follows, `manifests` (the parent's, and their packs) must not be deleted. `changes` are what
-    the base checkpoint of this lineage has other than the parent's; `state_root` is the parent's.
+    the base checkpoint of this lineage has other than the parent's; `state_root` is the parent's. `replay`: it is there to make this step
+    of the parent again, and goes no further; left out of other branches.
     """
 
     parent: str
@@ -217,6 +218,7 @@ class BranchEntry(Struct, frozen=True, kw_only=True, tag="branch"):
     state_root: Digest
     manifests: tuple[ManifestRef, ...]
     changes: tuple[Change, ...] = ()
+    replay: Count | UnsetType = UNSET
 
 
 Entry = GenerationEntry | CommitEntry | CondemnEntry | PruneEntry | BranchEntry

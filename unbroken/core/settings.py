@@ -25,7 +25,7 @@ SECTIONS = ("run", "launch")
 """Sections that unbroken.toml may have. Who owns one checks its keys."""
 
 OTHER_VARIABLES = frozenset(
-    PREFIX + name for name in ("CONFIG", "LAUNCHER_PID", "KEEPER_PID", "LAUNCH_FILE", "FAULTS", "FAULT_LOG", "CAMPAIGN")
+    PREFIX + name for name in ("CONFIG", "LAUNCHER_PID", "KEEPER_PID", "LAUNCH_FILE", "REPLAY", "FAULTS", "FAULT_LOG", "CAMPAIGN")
 )
 """Variables of ours that are no settings."""
 

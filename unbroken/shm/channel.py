@@ -43,7 +43,7 @@ _clock = SystemClock()
 DAEMON_MODULE = "unbroken.agent"
 _FOREIGN_PREFIXES = (
     "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCH", "PYTORCH", "NCCL_", "GLOO_", "OMP_", "MKL_", "OPENBLAS_",
-    "KMP_", "CUDA_", "UNBROKEN_LAUNCH_FILE",
+    "KMP_", "CUDA_", "UNBROKEN_LAUNCH_FILE", "UNBROKEN_REPLAY",
 )  # fmt: skip
 
 

@@ -46,6 +46,12 @@ def branch_of(state: LogState) -> BranchEntry | None:
     return state.branch if isinstance(state.branch, BranchEntry) else None
 
 
+def replay_of(state: LogState) -> int | None:
+    """The step that this lineage is there to make again; None for one that is there to be trained."""
+    branch = branch_of(state)
+    return branch.replay if branch is not None and isinstance(branch.replay, int) else None
+
+
 def reach(state: LogState, newest: int | None = None, limit: int = sys.maxsize) -> dict[int, int]:
     """For each generation of the surviving lineage, the last step that counts: a child's base cuts off what its ancestors did later.
 
