@@ -48,11 +48,12 @@ class Again:
 
     def boundary(self, counters: Counters) -> None:
         """The state of this step is whole. Refused where its root is recorded and is another."""
-        if not self._check.wants_root(counters.step):
-            return
-        items = self._opening.pieces(counters)
-        found = digests(items)
-        if not self._check.boundary(counters.step, state_root((item.piece, found[item.piece.pointer]) for item in items)):
+        root = None
+        if self._check.wants_root(counters.step):
+            items = self._opening.pieces(counters)
+            found = digests(items)
+            root = state_root((item.piece, found[item.piece.pointer]) for item in items)
+        if not self._check.boundary(counters.step, root):
             self._part()
 
     def keeps(self, step: int) -> bool:

@@ -221,17 +221,17 @@ class Check:
                 self._doubt = found
             else:
                 self.found = found
-        if done.step == self._last:
-            self.found = self.found or self._doubt
         return self.found is None
 
     def wants_root(self, step: int) -> bool:
         """Is the state root after this step recorded?"""
         return step in self._roots and self._doubt is None
 
-    def boundary(self, step: int, root: str) -> bool:
-        """Is the state after this step what was recorded of it? Ask where it is wanted."""
-        if root != self._roots[step]:
+    def boundary(self, step: int, root: str | None) -> bool:
+        """Is the state after this step, from which the run does not go back, what was recorded? `root`: where it is wanted."""
+        if step == self._last:
+            self.found = self._doubt
+        if root is not None and root != self._roots[step]:
             self.found = Parted(step=step, what="state root", recorded=self._roots[step], replayed=root)
         return self.found is None
 

@@ -77,7 +77,7 @@ def test_what_is_given_as_none_is_not_given(place: Path) -> None:
 def test_the_table_the_typed_options_and_the_config_are_one() -> None:
     names = {setting.name for setting in RUN.settings}
     assert names == set(Options.__annotations__) | {"lose_at_most", "resume"}
-    assert names == set(RunConfig.__annotations__) - {"interval", "origins"} | {"lose_at_most"}
+    assert names == set(RunConfig.__annotations__) - {"interval", "origins", "replay"} | {"lose_at_most"}
     defaults = configure(None, None, {})
     for setting in RUN.settings:
         if setting.name in Options.__annotations__:
