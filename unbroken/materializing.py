@@ -22,6 +22,7 @@ from msgspec import Struct
 
 from unbroken.archive import reading
 from unbroken.archive.branching import check_name, make_branch
+from unbroken.cluster import check, start
 from unbroken.core.errors import Damaged, NoCheckpoint, Refused
 from unbroken.core.ports import SystemClock, SystemNonces
 from unbroken.core.records import MAIN_LINEAGE, CommitEntry
@@ -92,6 +93,7 @@ def materialize(
             return _judged(source, Repository.open(tier, name), base[0], there, "there")
         if not script:
             raise ValueError("give the training script of the run after --, such as -- train.py")
+        check(script)
         if base is None:
             base = _begin(source, tier, name, step)
         else:
@@ -183,8 +185,6 @@ def _judged(source: Repository, replay: Repository, base: int, commit: CommitEnt
 
 def _run(replay: Replay, script: Sequence[str], num_ranks: int, say: Callable[[str], None]) -> tuple[Outcome, Parted | None]:
     """Launch the script; how it ended, and where it parted from the record if it did."""
-    from unbroken.cluster import start
-
     folder = tempfile.mkdtemp(prefix="unbroken-replay-")
     path = os.path.join(folder, "parted.json")
     try:

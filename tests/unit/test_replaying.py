@@ -187,7 +187,7 @@ def test_what_cannot_be_made_again_is_said_before_anything_is_done(directory: Pa
     before = sorted(path for path in directory.rglob("*"))
 
     def asked(step: int, folder: Path = directory, **more: Any) -> Any:
-        return materialize(folder, step, ["train.py"], lambda line: None, **more)
+        return materialize(folder, step, [__file__], lambda line: None, **more)
 
     assert asked(4).outcome == "stored"
     with pytest.raises(NoCheckpoint, match="step 1 cannot be made again: no checkpoint before it is stored, the oldest is of step 2"):
@@ -200,6 +200,8 @@ def test_what_cannot_be_made_again_is_said_before_anything_is_done(directory: Pa
         asked(3)
     with pytest.raises(ValueError, match="give the training script of the run after --"):
         materialize(directory, 5, [], lambda line: None)
+    with pytest.raises(ValueError, match=r"no such script: nowhere\.py"):
+        materialize(directory, 5, ["nowhere.py"], lambda line: None)
     with pytest.raises(ValueError, match="digits alone are a step"):
         asked(3, name="7")
     with unbroken.Store(tmp_path / "store") as store:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from unbroken.core.errors import MissingExtra
@@ -13,10 +14,23 @@ if TYPE_CHECKING:
 
 def start(argv: Sequence[str], say: Callable[[str], None]) -> tuple[Outcome, bool]:
     """`cluster.launch.launch`, with a clear error when torch is not installed."""
-    try:
+    with _clearly():
         from unbroken.cluster.launch import launch
+    return launch(argv, say)
+
+
+def check(argv: Sequence[str]) -> None:
+    """ValueError where `start` would not understand the command line; MissingExtra when torch is not installed. Starts nothing."""
+    with _clearly():
+        from unbroken.cluster.launch import parse
+    parse(argv, "")
+
+
+@contextmanager
+def _clearly() -> Iterator[None]:
+    try:
+        yield
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
         raise MissingExtra("torch", "torch") from error
-    return launch(argv, say)
