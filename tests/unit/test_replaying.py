@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -18,10 +20,12 @@ from tests.rigs.anomalous_run import Case
 from tests.rigs.tiny_run import end_daemon, loss_of, open_run, train
 from unbroken.archive.branching import make_branch
 from unbroken.core.errors import NoCheckpoint, Refused
+from unbroken.core.messages import Hello
 from unbroken.core.ports import SystemClock, SystemNonces
 from unbroken.core.replay import REPLAY, Parted, Replay
 from unbroken.materializing import materialize
 from unbroken.proof.replaying import Proof, prove
+from unbroken.shm.channel import connect
 from unbroken.store.repository import Repository
 from unbroken.store.tiers.disk import DiskTier
 
@@ -69,7 +73,16 @@ class Again:
         return [one.step for one in unbroken.open(self.directory, "again").steps()]
 
 
-def averaged(directory: Path, steps: int, *, change: int = 0, milestones: tuple[int, ...] = (2,), **options: Any) -> None:
+def averaged(
+    directory: Path,
+    steps: int,
+    *,
+    change: int = 0,
+    milestones: tuple[int, ...] = (2,),
+    at: Callable[[int], None] = lambda step: None,
+    waits: bool = True,
+    **options: Any,
+) -> None:
     """Steps with an average that no loss shows, which is another one from step `change` on; a milestone, and all roots recorded."""
     average = {"mean": torch.zeros(3)}
     run = open_run(directory, total_steps=steps, extras={"average": average}, keep=1, **options)
@@ -78,8 +91,9 @@ def averaged(directory: Path, steps: int, *, change: int = 0, milestones: tuple[
             micro.backward(loss_of(run.model, micro))
         run.step(clip_grad_norm=1.0)
         run.log(loss=run.loss)
+        at(batch.step)
         average["mean"] += 2.0 if change and batch.step >= change else 1.0
-        run.save(milestone=batch.step in milestones, wait=True)
+        run.save(milestone=batch.step in milestones, wait=waits)
         if run.once("key"):
             with (directory.parent / "once").open("a") as file:
                 file.write("once\n")
@@ -225,3 +239,32 @@ def test_ls_tells_what_can_be_made_again(directory: Path) -> None:
     assert "steps 3-5 can be made again from 2; the state roots of 3 of them are recorded" in told
     rows = json.loads(CliRunner().invoke(app, ["ls", str(directory), "--replayable", "--json"]).output)
     assert [row["kind"] for row in rows] == ["full", "full", "replayable"]
+
+
+def test_I9_a_daemon_that_dies_meanwhile_is_replaced_and_the_step_is_made(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    averaged(directory, 7)
+    again = Again(directory, 6, monkeypatch)
+    killed = []
+
+    def at(step: int) -> None:
+        if step == 4:
+            kill_daemon(directory)
+            killed.append(step)
+
+    def life() -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            averaged(directory, 7, at=at, waits=False)
+
+    again.run(life)
+    assert killed == [4]
+    assert (again.proof().parted, again.proof().steps, again.kept()) == (None, 4, [6])
+    assert len(unbroken.open(directory, "again").certify().world_sizes) > len(unbroken.open(directory).certify().world_sizes) + 1
+
+
+def kill_daemon(directory: Path) -> None:
+    """That of the lineage `again`, like a power switch."""
+    channel = connect(str(directory), False, "again")
+    channel.send(Hello(role="observer", pid=os.getpid()))
+    os.kill(channel.peer()[0], signal.SIGKILL)
+    channel.close()
