@@ -24,7 +24,7 @@ from unbroken.core.messages import Hello
 from unbroken.core.ports import SystemClock, SystemNonces
 from unbroken.core.replay import REPLAY, Parted, Replay
 from unbroken.materializing import materialize
-from unbroken.proof.replaying import Proof, prove
+from unbroken.proof.replaying import Proof, prove, recorded
 from unbroken.shm.channel import connect
 from unbroken.store.repository import Repository
 from unbroken.store.tiers.disk import DiskTier
@@ -81,6 +81,7 @@ def averaged(
     milestones: tuple[int, ...] = (2,),
     at: Callable[[int], None] = lambda step: None,
     waits: bool = True,
+    saves: tuple[int, ...] = tuple(range(99)),
     **options: Any,
 ) -> None:
     """Steps with an average that no loss shows, which is another one from step `change` on; a milestone, and all roots recorded."""
@@ -93,7 +94,8 @@ def averaged(
         run.log(loss=run.loss)
         at(batch.step)
         average["mean"] += 2.0 if change and batch.step >= change else 1.0
-        run.save(milestone=batch.step in milestones, wait=waits)
+        if batch.step in saves:
+            run.save(milestone=batch.step in milestones, wait=waits)
         if run.once("key"):
             with (directory.parent / "once").open("a") as file:
                 file.write("once\n")
@@ -123,6 +125,19 @@ def test_I3_what_no_loss_shows_is_found_by_the_root_and_nothing_of_it_is_kept(di
     assert again.kept() == [3]
     again.run(lambda: averaged(directory, 6))
     assert again.kept() == [5] and again.proof().parted is None
+
+
+def test_I3_where_no_root_is_recorded_only_the_last_step_is_kept_and_said_to_be_proven_by_losses(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The script looks at its state all the time; none of what it saves on the way could be shown to be right."""
+    averaged(directory, 7, saves=(2,), lose_at_most="50 steps")
+    again = Again(directory, 5, monkeypatch)
+    again.run(lambda: averaged(directory, 7))
+    replay = Repository.open(DiskTier(str(directory)), "again")
+    assert list(recorded(replay, 2, 5).roots) == [5]
+    proof = again.proof()
+    assert (proof.parted, proof.steps, proof.roots, proof.by_root) == (None, 3, 0, False)
 
 
 def test_I8_other_samples_are_found_where_they_begin(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
