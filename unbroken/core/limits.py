@@ -47,6 +47,9 @@ KEEP_NEWEST = 3
 NUM_SLOTS = 2
 """Memory slots per rank: one being written while the other stays READY (I4)."""
 
+MILESTONE_WAIT_S = 30.0
+"""So long a rank keeps the memory slot of a milestone of which the daemon says nothing, although it has no other slot to write to."""
+
 SLOT_WAIT_S = 1.0
 """An automatic snapshot waits this long for a slot that the daemon is just letting go, then it is skipped and that is reported."""
 

@@ -9,7 +9,7 @@ from unbroken.capture.freeze import freeze, needed_bytes, plan_slot
 from unbroken.capture.stack import Stack
 from unbroken.capture.tree import Item
 from unbroken.core.errors import SaveWarning, UnbrokenError
-from unbroken.core.limits import NUM_SLOTS, SMALL_PIECE_BYTES
+from unbroken.core.limits import MILESTONE_WAIT_S, NUM_SLOTS, SMALL_PIECE_BYTES
 from unbroken.core.messages import NeedSlots, Ready, Slots
 from unbroken.core.ports import Clock, failpoint
 from unbroken.recover.link import Link
@@ -36,6 +36,7 @@ class Snapshots:
         self._world_size = world_size
         self._generation = generation
         self._slots: list[Slot] = []
+        self._milestone = (-1, 0.0)  # the last one's step, and until when it is waited for
         self.slot_bytes = 0
 
     def move(self, link: Link, generation: int) -> None:
@@ -56,7 +57,8 @@ class Snapshots:
     def has_room(self) -> bool:
         """Could a snapshot start now? Looks only; `pick` would claim a slot."""
         ready = sum(slot.is_ready for slot in self._slots)
-        return not self._slots or any(not slot.held and (not slot.is_ready or ready > 1) for slot in self._slots)
+        free = (slot for slot in self._slots if not slot.held and not (slot.is_ready and (ready == 1 or self._is_awaited(slot))))
+        return not self._slots or next(free, None) is not None
 
     def take(self, stack_items: list[Item], step: int, *, milestone: bool, wait_s: float) -> Taken | None:
         """Freeze the items; None, with one warning, when no slot gets free within `wait_s` or the daemon has gone."""
@@ -75,6 +77,7 @@ class Snapshots:
             copying = self._clock.monotonic()
             freeze(slot, index, stack_items)
             copied = self._clock.monotonic()
+            self._milestone = (step, copied + MILESTONE_WAIT_S) if milestone else self._milestone
             self._link.send(
                 Ready(generation=self._generation, step=step, rank=self._rank, slot=self._slots.index(slot), milestone=milestone)
             )
@@ -91,9 +94,18 @@ class Snapshots:
             slot.close()
         self._slots = []
 
+    def _is_awaited(self, slot: Slot) -> bool:
+        """A milestone stays until it is known what became of it: the daemon may be too busy to hold it yet.
+
+        Not for ever: where another rank has none of it nothing is told, and there is no newer one while this slot is not given up.
+        """
+        step, until_s = self._milestone
+        is_recent = slot.milestone and slot.step == step and self._clock.monotonic() < until_s
+        return is_recent and not self._link.knows_milestone(step)
+
     def _wait_for_slot(self, wait_s: float) -> Slot | None:
         end = self._clock.monotonic() + wait_s
-        while (slot := pick(self._slots)) is None:
+        while (slot := pick(self._slots, self._is_awaited)) is None:
             if self._clock.monotonic() >= end or self._link.lost is not None:
                 return None
             self._link.poll()

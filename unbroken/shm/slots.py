@@ -15,7 +15,7 @@ import contextlib
 import mmap
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import msgspec
@@ -217,15 +217,15 @@ class Slot:
         return _FACTS.unpack_from(self._view, _FACTS_OFFSET)
 
 
-def pick(slots: Sequence[Slot]) -> Slot | None:
-    """The slot to write next, claimed: its old contents are gone. None if every slot is held or is the last READY one (I4).
+def pick(slots: Sequence[Slot], is_awaited: Callable[[Slot], bool] = lambda slot: False) -> Slot | None:
+    """The slot to write next, claimed: its old contents are gone. None if every slot is held, awaited, or the last READY one (I4).
 
     Unwritten slots come first, then the oldest READY one, which is given up only while another READY one remains.
     """
     waiting = [slot for slot in slots if not slot.is_ready and not slot.held]
     ready = sorted((slot for slot in slots if slot.is_ready), key=lambda slot: (slot.step, slot.stamp[0], slot.milestone))
-    overwritable = ready if len(ready) > 1 else []
-    for slot in [*waiting, *(slot for slot in overwritable if not slot.held)]:
+    overwritable = [slot for slot in ready if not slot.held and not is_awaited(slot)] if len(ready) > 1 else []
+    for slot in [*waiting, *overwritable]:
         if slot.claim():
             return slot
     return None

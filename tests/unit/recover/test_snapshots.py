@@ -15,7 +15,8 @@ from tests.rigs.step_rank import stack_of
 from unbroken.capture.freeze import needed_bytes, plan_slot
 from unbroken.capture.tree import Item, flatten
 from unbroken.core.errors import SaveWarning
-from unbroken.core.messages import Error, NeedSlots, Ready
+from unbroken.core.limits import MILESTONE_WAIT_S
+from unbroken.core.messages import Committed, Error, Failed, NeedSlots, Ready
 from unbroken.core.ports import SystemClock
 from unbroken.recover.snapshots import Snapshots, Taken, expected_bytes
 from unbroken.shm.slots import Slot
@@ -91,6 +92,42 @@ def test_I4_I9_a_slot_that_is_being_written_to_disk_is_waited_for_then_passed_ov
     assert snapshots.has_room()
     assert snapshots.take(state(4.0), 4, milestone=False, wait_s=0.0)
     assert (value_in(first), value_in(second)) == (4.0, 2.0)
+
+
+@pytest.mark.parametrize("fate", ["committed", "failed", "overtaken"])
+def test_I9_a_milestone_is_not_overwritten_before_it_is_known_what_became_of_it(daemon: DaemonEnd, snapshots: Snapshots, fate: str) -> None:
+    """The daemon is busy and has not held it yet: newer snapshots take the other slot until it is told."""
+    snapshots.take(state(1.0), 1, milestone=True, wait_s=0.0)
+    for step in (2, 3, 4):
+        assert snapshots.has_room()
+        assert snapshots.take(state(float(step)), step, milestone=False, wait_s=0.0)
+    daemon.wait_for(Ready, 4)
+    assert sorted(value_in(slot_of(daemon, n)) for n in range(2)) == [1.0, 4.0]
+    if fate == "committed":
+        daemon.tell(Committed(step=1, generation=2, milestone=True, state_root="", seconds=0.0))
+    else:
+        daemon.tell(Failed(step=1, generation=2, milestone=True, text="no", superseded=fate == "overtaken"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SaveWarning)
+        snapshots._link.poll()
+    assert snapshots.take(state(5.0), 5, milestone=False, wait_s=0.0)
+    assert sorted(value_in(slot_of(daemon, n)) for n in range(2)) == [4.0, 5.0]
+
+
+def test_I11_a_milestone_of_which_nothing_is_told_is_given_up_at_last(daemon: DaemonEnd, snapshots: Snapshots) -> None:
+    """Another rank has none of it, so there is nothing to be told: this rank must not stand in the way of the next snapshot."""
+    clock = HandClock()
+    snapshots._clock = clock
+    snapshots.take(state(1.0), 1, milestone=False, wait_s=0.0)
+    snapshots.take(state(2.0), 2, milestone=True, wait_s=0.0)
+    (first, _) = daemon.wait_for(Ready, 2)
+    assert slot_of(daemon, first.slot).hold(2, 1)
+    assert not snapshots.has_room()
+    with pytest.warns(SaveWarning, match="no snapshot at step 3"):
+        assert snapshots.take(state(3.0), 3, milestone=False, wait_s=1.0) is None
+    clock.sleep(MILESTONE_WAIT_S)
+    assert snapshots.has_room()
+    assert snapshots.take(state(4.0), 4, milestone=False, wait_s=0.0)
 
 
 def test_I4_the_only_whole_snapshot_is_not_given_up_while_the_other_slot_is_unusable(daemon: DaemonEnd, snapshots: Snapshots) -> None:
