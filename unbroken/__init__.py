@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from unbroken.checkpoints import Store as Store
+    from unbroken.checkpoints import import_checkpoint as import_checkpoint
     from unbroken.checkpoints import open as open
     from unbroken.core.errors import AnomalyWarning as AnomalyWarning
     from unbroken.core.errors import CheckFailed as CheckFailed
@@ -45,6 +46,7 @@ _HOME = {
     "Spike": "unbroken.step.anomalies",
     "Store": "unbroken.checkpoints",
     "open": "unbroken.checkpoints",
+    "import_checkpoint": "unbroken.checkpoints",
 } | dict.fromkeys(
     (
         "UnbrokenError",

@@ -15,7 +15,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
@@ -36,6 +36,9 @@ from unbroken.store.log import replay_of
 from unbroken.store.paths import check_lineage
 from unbroken.store.repository import Part, Repository, VerifyReport, naming
 from unbroken.store.tiers.disk import DiskTier, local_path
+
+if TYPE_CHECKING:
+    from unbroken.importing.storing import Imported
 
 _NUM_BUFFERS = 2
 _MAX_STEP = 10**12 - 1
@@ -383,6 +386,18 @@ def open(url: str | os.PathLike[str], lineage: str = MAIN_LINEAGE) -> Archive:
     tier = DiskTier(local_path(url))
     with naming(tier.root):
         return Archive(Repository.open(tier, check_lineage(lineage)), tier)
+
+
+def import_checkpoint(source: str | os.PathLike[str], directory: str | os.PathLike[str], step: int | None = None) -> Imported:
+    """Write somebody else's checkpoint into a new folder, as a Store would; see docs/importing.md for what is understood.
+
+    step: which one, where the source holds several; else the number to save it under where the source tells none. Nothing in the source
+    is executed: Refused names the class that a file wants and the lines that re-save it. Damaged, NoCheckpoint, MissingExtra, ValueError.
+    """
+    from unbroken.importing.storing import import_into
+
+    target = local_path(directory)
+    return import_into(os.fspath(source), target, step, clock=SystemClock(), nonces=SystemNonces())
 
 
 class Archive:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict
@@ -17,6 +18,7 @@ from unbroken.core.limits import KEEP_NEWEST, MAX_THREADS, MAX_UNITS, MIN_HANG_T
 from unbroken.core.records import MAIN_LINEAGE
 from unbroken.core.replay import Replay, replay_in_force
 from unbroken.core.settings import Found, Setting, Table, check, find_file, gather, number, one_of, read_file, strange_variables, whole
+from unbroken.importing.spec import PARTS, StartFrom, check_start_from
 from unbroken.loggers.choose import JSON_LINES, LogTo, Target, targets
 from unbroken.order.streams import check_seed
 from unbroken.step.anomalies import Anomalies
@@ -40,7 +42,8 @@ class Options(TypedDict, total=False):
     first steps may take longer, and in a notebook or under a debugger nobody watches. log_to: sinks of metrics, "jsonl" (default:
     metrics.jsonl in the run folder), "jsonl:FILE", "tensorboard:DIR", "wandb:PROJECT", "mlflow:URI", "swanlab:PROJECT", a list of them
     (or none), an `unbroken.loggers.Sink` of your own. lineage: the branch to go on with, made by `unbroken branch` (default "main", the
-    run itself). anomalies: what is done about NaN and loss spikes, an `unbroken.Anomalies`.
+    run itself). anomalies: what is done about NaN and loss spikes, an `unbroken.Anomalies`. start_from: where a run that is not there yet
+    takes its state from: somebody else's checkpoint, or DIR@STEP; a dict {"source": ..., "take": ["model"]} for parts of it.
     """
 
     total_steps: int | None
@@ -55,6 +58,7 @@ class Options(TypedDict, total=False):
     log_to: LogTo
     lineage: str
     anomalies: Anomalies | Literal["skip", "stop", "ignore"]
+    start_from: str | os.PathLike[str] | dict[str, Any] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +98,7 @@ class RunConfig:
     lineage: str = MAIN_LINEAGE
     anomalies: Anomalies = field(default_factory=Anomalies)
     replay: Replay | None = None
+    start_from: StartFrom | None = None
     origins: tuple[str, ...] = field(default=(), compare=False)
     """What the script does not show: "keep=5 from UNBROKEN_KEEP"."""
 
@@ -266,6 +271,13 @@ RUN = Table(
             accepts="the name of a branch",
             help="The branch to go on with, made by `unbroken branch`.",
             check=check_lineage,
+        ),
+        Setting(
+            name="start_from",
+            default=None,
+            accepts=f"the path of a checkpoint, or a table of source, step, take ({', '.join(PARTS)}), strict and cast",
+            help="Where a run that is not there yet takes its state from, see importing.md. A run that is there goes on and says so.",
+            check=check_start_from,
         ),
     ),
 )

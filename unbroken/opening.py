@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 
@@ -26,6 +27,8 @@ from unbroken.core.records import MAIN_LINEAGE
 from unbroken.data.loader import Source
 from unbroken.doctor.needs import Needs
 from unbroken.doctor.room import Room, look_around
+from unbroken.importing.live import StartReport, start_from
+from unbroken.importing.spec import StartFrom
 from unbroken.order.ledger import SKIPS, check_same
 from unbroken.recover.attempts import attempt, tell_launcher
 from unbroken.recover.link import Link
@@ -69,6 +72,7 @@ class Opening:
     num_units: int = 0
     run_id: str = ""
     done: Once = field(default_factory=Once)
+    origin: StartReport | None = None
     room: Room | None = None
     _has_saved: bool = False
     _sheet: dict[str, Any] = field(default_factory=dict)
@@ -141,6 +145,8 @@ class Opening:
 
     def _load(self, asked: Plan) -> Plan:
         plan = self.start.load(self.link, asked, self._adopt)
+        if self.config.start_from is not None:
+            plan = self._take_over(plan, self.config.start_from)
         self._sheet = self._fact_sheet(plan)
         if plan.source != "fresh":
             self.start.compare(self.start.stored, self.facts())
@@ -153,6 +159,19 @@ class Opening:
         self.watching.start(self.link)
         self.moments["rollback"] = self.clock.monotonic()
         return plan
+
+    def _take_over(self, plan: Plan, spec: StartFrom) -> Plan:
+        """A fresh run begins with the state of its source; one that is there goes on, and that is said. What is then known of the birth."""
+        if plan.source != "fresh":
+            if self.room is None:
+                self.start.notes += (
+                    f"start_from={spec.source} is not used: this run is there already and goes on from its own step {plan.step}",
+                )
+            return plan
+        report = together(self.exchange, lambda: start_from(self.stack, spec, self.exchange.rank))
+        self.origin, self.start.origin = report, report.facts()
+        self.start.notes += tuple(report.lines())
+        return msgspec.structs.replace(plan, options=plan.options | {"started_from": report.facts()})
 
     def _require_finite(self) -> None:
         """ValueError where the state that a run is born with would be taken for poison later."""

@@ -13,7 +13,7 @@ import pytest
 import unbroken
 from unbroken.core import errors
 
-NAMES = {"Run", "Batches", "Sampler", "keyed", "Store", "open", "Anomalies", "Spike"}
+NAMES = {"Run", "Batches", "Sampler", "keyed", "Store", "open", "import_checkpoint", "Anomalies", "Spike"}
 ERRORS = {
     "UnbrokenError",
     "CheckFailed",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from unbroken.archive.reading import PassedOver
 from unbroken.core.errors import Fenced, Refused, SaveFailed
@@ -52,8 +53,12 @@ class Saving:
             self.notes.append(f"{repository.facts.run_id}: took the folder over from {lease.took_over}, which is gone")
 
     @classmethod
-    def open(cls, tier: DiskTier, clock: Clock, nonces: Nonces, lineage: str = paths.MAIN) -> Saving:
-        """Take the lease and open or create the run. Raises Fenced naming the holder, ForeignFolder, NewerFormat, OSError.
+    def open(
+        cls, tier: DiskTier, clock: Clock, nonces: Nonces, lineage: str = paths.MAIN, facts: Mapping[str, Any] | None = None
+    ) -> Saving:
+        """Take the lease and open or create the run, which is born with `facts`.
+
+        Raises Fenced naming the holder, ForeignFolder, NewerFormat, OSError.
 
         NoCheckpoint where the log has lost the checkpoints that lie here.
         """
@@ -69,8 +74,8 @@ class Saving:
                     raise Refused(f"{tier.root} holds a training run, whose history a Store would fork: use another folder for it")
                 require_log(repository.log)
             else:
-                facts = RunFacts(run_id=nonces.nonce(), created=clock.utc(), options={"writer": "store"})
-                repository = Repository.create(tier, facts)
+                options = {"writer": "store", **(facts or {})}
+                repository = Repository.create(tier, RunFacts(run_id=nonces.nonce(), created=clock.utc(), options=options))
         except BaseException:  # raised again: whatever it was, the folder must not stay taken
             lease.release()
             raise

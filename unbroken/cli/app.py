@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import unbroken
-from unbroken.cli import branch, certify, demo, diff, doctor, export, logs, ls, materialize, run, show, verify
+from unbroken.cli import branch, certify, demo, diff, doctor, export, import_source, logs, ls, materialize, run, show, verify
 from unbroken.cli.output import fail
 
 app = typer.Typer(
@@ -21,6 +21,7 @@ app = typer.Typer(
 app.command("run", context_settings=run.PASS_EVERYTHING_ON, add_help_option=False)(run.command)
 for _module in (demo, ls, show, logs, verify, certify, diff, export, branch, materialize, doctor):
     app.command(_module.__name__.rpartition(".")[2])(_module.command)
+app.command("import")(import_source.command)
 
 
 def _print_version(wanted: bool) -> None:

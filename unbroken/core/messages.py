@@ -99,12 +99,16 @@ class Bad(Struct, frozen=True, kw_only=True, tag="bad"):
 
 
 class Opened(Struct, frozen=True, kw_only=True, tag="opened"):
-    """Rank 0: every rank stands at the plan's step with `loaded_root`. The daemon writes the generation entry, then echoes this."""
+    """Rank 0: every rank stands at the plan's step with `loaded_root`. The daemon writes the generation entry, then echoes this.
+
+    `origin`: of a fresh run, where its first state came from (`start_from`), {} for nowhere; a fact of birth.
+    """
 
     generation: int
     step: int
     loaded_root: str
     differences: tuple[str, ...] = ()
+    origin: dict[str, Any] = msgspec.field(default_factory=dict)
     entry: Generation | None = None
 
 

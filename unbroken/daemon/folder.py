@@ -185,9 +185,17 @@ class RunFolder:
         if (message.generation, message.step) != (plan.generation, plan.step):
             raise UnbrokenError(f"generation {message.generation} opened at {message.step}; planned was {plan.generation} at {plan.step}")
         if self._repository is None:
-            facts = RunFacts(run_id=plan.run_id, created=self.clock.utc(), options=plan.options)
+            options = plan.options | ({"started_from": message.origin} if message.origin else {})
+            facts = RunFacts(run_id=plan.run_id, created=self.clock.utc(), options=options)
             self._repository = Repository.create(self._tier, facts)
             self._facts_raw = self._read_facts()
+        elif choice.source == "fresh" and plan.options.get("started_from", {}) != message.origin:
+            born = plan.options.get("started_from", {}).get("source", "nothing")
+            now = message.origin.get("source", "nothing")
+            raise Refused(
+                f"this run was born, but never made a checkpoint, from other state: start_from={born} then, {now} now, or another step "
+                "of it: give it as it was, or another folder"
+            )
         self._sync_journal()
         entry = self._repository.open_generation(
             base_step=choice.step,

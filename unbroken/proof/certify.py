@@ -250,6 +250,10 @@ def _differences(history: History, options: Mapping[str, Any]) -> list[str]:
         found.append("the order of samples is not ours to recompute: that each was used exactly once is not part of the claim")
     if options.get("grade") == "order-only":
         found.append("the order of samples is kept, but their augmentation is not keyed: equal bits are not claimed for it")
+    origin = options.get("started_from")
+    if isinstance(origin, Mapping):
+        at = f", step {origin['step']} there" if origin.get("step") is not None else ""
+        found.append(f"born from {origin.get('source')} ({origin.get('format')}{at}): what was before is not part of the claim")
     if options.get("reduce") == "ring":
         found.append("reduce='ring': the sum depends on the number of ranks, so equal bits are claimed at equal world size only")
     return found

@@ -76,7 +76,7 @@ class Counters:
 
 @dataclass
 class Start:
-    """One start. `facts` are live compared and recorded pieces, `options` the birth facts of a new run."""
+    """One start. `options` are the birth facts of a new run, `origin` where its first state came from, if anywhere."""
 
     directory: str
     tier: Tier
@@ -95,6 +95,7 @@ class Start:
     once: Once = field(default_factory=Once)
     stored: Mapping[str, tuple[Piece, bytes]] = field(default_factory=dict)
     root: str = ""
+    origin: dict[str, Any] = field(default_factory=dict)
     opened_with: Mapping[str, str] = field(default_factory=dict)
     _digests: dict[str, str] = field(default_factory=dict)
     _own: bool = False
@@ -170,13 +171,13 @@ class Start:
             raise CheckFailed(f"the state loaded at step {plan.step} has root {root[:16]}, stored was {plan.state_root[:16]}")
         self.root = root
         self.opened_with = {pointer: found for pointer, (_, found) in live.items()}
-        opened = Opened(generation=plan.generation, step=plan.step, loaded_root=root, differences=self.differences)
+        opened = Opened(generation=plan.generation, step=plan.step, loaded_root=root, differences=self.differences, origin=self.origin)
         together(self.exchange, (lambda: link.ask(opened, Opened)) if self.exchange.rank == 0 else (lambda: None))
         return root
 
     def continue_from(self, link: Link, plan: Plan) -> Plan:
         """Open a generation on a plan without loading it: the live state descends from it."""
-        opened = Opened(generation=plan.generation, step=plan.step, loaded_root=plan.state_root or self.root)
+        opened = Opened(generation=plan.generation, step=plan.step, loaded_root=plan.state_root or self.root, origin=self.origin)
         together(self.exchange, (lambda: link.ask(opened, Opened)) if self.exchange.rank == 0 else (lambda: None))
         return plan
 
