@@ -104,10 +104,10 @@ class Keeping:
         """Have memory for the snapshots to come, and journal how the start went; bytes of one slot."""
         self._snapshots.reserve(self._opening.expected_slot_bytes(self._counters))
         self._journal.start(self._opening.latest_moments())
-        origin = self._opening.origin
-        if self._plan.source == "fresh" and origin is not None:
-            told = {"format": origin.format, "source_step": str(origin.step), "root": origin.root, "taken": ", ".join(origin.taken)}
-            self.note("started_from", step=0, source=str(origin.facts()["source"]), **told)
+        origin = self._opening.start.origin
+        if self._plan.source == "fresh" and origin:
+            told = {"source": origin["source"], "format": origin["format"], "source_step": str(origin["step"]), "root": origin["root"]}
+            self.note("started_from", step=0, taken=", ".join(origin["taken"]), **told)
         return self._snapshots.slot_bytes
 
     def flags(self, stop: bool) -> Flags:

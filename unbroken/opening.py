@@ -27,7 +27,7 @@ from unbroken.core.records import MAIN_LINEAGE
 from unbroken.data.loader import Source
 from unbroken.doctor.needs import Needs
 from unbroken.doctor.room import Room, look_around
-from unbroken.importing.live import StartReport, start_from
+from unbroken.importing.live import start_from
 from unbroken.importing.spec import StartFrom
 from unbroken.order.ledger import SKIPS, check_same
 from unbroken.recover.attempts import attempt, tell_launcher
@@ -72,7 +72,6 @@ class Opening:
     num_units: int = 0
     run_id: str = ""
     done: Once = field(default_factory=Once)
-    origin: StartReport | None = None
     room: Room | None = None
     _has_saved: bool = False
     _sheet: dict[str, Any] = field(default_factory=dict)
@@ -169,9 +168,9 @@ class Opening:
                 )
             return plan
         report = together(self.exchange, lambda: start_from(self.stack, spec, self.exchange.rank))
-        self.origin, self.start.origin = report, report.facts()
+        self.start.origin = report.facts()
         self.start.notes += tuple(report.lines())
-        return msgspec.structs.replace(plan, options=plan.options | {"started_from": report.facts()})
+        return msgspec.structs.replace(plan, options=plan.options | {"started_from": self.start.origin})
 
     def _require_finite(self) -> None:
         """ValueError where the state that a run is born with would be taken for poison later."""

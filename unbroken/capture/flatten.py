@@ -44,6 +44,14 @@ def write_item(item: Item, view: memoryview) -> None:
         tensors.write(item.data, view)
 
 
+def view(item: Item) -> memoryview:
+    """An item's logical bytes; those of a contiguous tensor on the CPU are not copied, so they are as they will be when they are read."""
+    if isinstance(item.data, bytes):
+        return memoryview(item.data)
+    flat = item.data.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return flat.view(-1).view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
+
+
 def has_state(value: Any) -> bool:
     """True for an object (no class) that has both state_dict() and load_state_dict()."""
     return not isinstance(value, type) and all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))

@@ -21,8 +21,8 @@ same view (x[:10] and x[5:15], a complex tensor and its real part) are stored by
 
 from __future__ import annotations
 
-from unbroken.capture.flatten import Item, flatten, write_item
+from unbroken.capture.flatten import Item, flatten, view, write_item
 from unbroken.capture.rebuild import Pieces, rebuild
 from unbroken.capture.restore import LoadReport, load_into
 
-__all__ = ["Item", "LoadReport", "Pieces", "flatten", "load_into", "rebuild", "write_item"]
+__all__ = ["Item", "LoadReport", "Pieces", "flatten", "load_into", "rebuild", "view", "write_item"]

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from msgspec import Struct
 
-from unbroken.capture.restore import load_optimizer
+from unbroken.capture.restore import differences, load_into, load_optimizer
 from unbroken.capture.stack import Stack
+from unbroken.capture.tree import flatten, view
 from unbroken.core.errors import LayoutMismatch
 from unbroken.importing.files import printable, short_name
 from unbroken.importing.foreign import Foreign, open_source
@@ -91,6 +92,7 @@ def start_from(stack: Stack, spec: StartFrom, rank: int) -> StartReport:
     _optimizers(stack, parts, spec, plan)
     _schedulers(stack, parts, spec, plan)
     _scaler(stack, parts, spec, plan)
+    _extras(stack, foreign, spec, plan)
     _streams(stack, foreign, spec, rank, plan)
     if plan.missing or plan.unexpected or plan.wrong:
         lines = [f"missing in the source: {name}" for name in plan.missing]
@@ -221,6 +223,28 @@ def _scaler(stack: Stack, parts: Parts, spec: StartFrom, plan: _Plan) -> None:
         return
     plan.report["taken"].append("loss scaler")
     plan.acts.append(lambda: scaler.load_state_dict(dict(saved)))
+
+
+def _extras(stack: Stack, foreign: Foreign, spec: StartFrom, plan: _Plan) -> None:
+    """Of a run of ours only: what others keep besides has no fixed place."""
+    saved = foreign.state.get("extras") if foreign.format == "unbroken" and isinstance(foreign.state, Mapping) else None
+    if not stack.parts.extras or "extras" not in spec.take:
+        return
+    if not isinstance(saved, dict):
+        plan.lacks("extras")
+        return
+    pieces = {item.piece.pointer: (item.piece, view(item)) for item in flatten(saved)}
+    found = differences(pieces, stack.parts.extras)
+    plan.missing += [f"extras.{name}" for name in found.missing]
+    plan.wrong += [f"extras.{name}: in the source, not here" for name in found.unexpected]
+    plan.wrong += [f"extras.{text}" for text in found.mismatched]
+    plan.report["left_over"] = [name for name in plan.report["left_over"] if name != "extras"]
+    plan.report["taken"].append(f"extras ({', '.join(map(str, saved))})")
+
+    def put() -> None:
+        load_into(pieces, stack.parts.extras)
+
+    plan.acts.append(put)
 
 
 def _streams(stack: Stack, foreign: Foreign, spec: StartFrom, rank: int, plan: _Plan) -> None:

@@ -121,14 +121,15 @@ def _options(number: int, live: Mapping[str, Any], saved: Mapping[str, Any], not
     """The live group's options with the source's values; how to compute stays as it is here."""
     out = {key: value for key, value in live.items() if key not in _OWN_TEXT}
     for key, value in saved.items():
-        if key in _OWN_TEXT or key in _OF_THE_HOST:
+        # a scheduler's note is taken where a scheduler of ours looks at it: else the next process would not have it, and not resume
+        if key in _OWN_TEXT or key in _OF_THE_HOST or (key == "initial_lr" and key not in live):
             continue
-        if key not in live and key != "initial_lr":
+        if key not in live:
             wrong.append(f"group {number} has an option {str(key)[:60]!r}, which the live optimizer does not know: another class?")
-        elif key in live and not _alike(live[key], value):
+        elif not _alike(live[key], value):
             wrong.append(f"group {number}: {key} is {str(value)[:60]!r} in the source, {live[key]!r} live: not of one kind")
         else:
-            if key in live and not torch.is_tensor(value) and not torch.is_tensor(live[key]) and live[key] != value:
+            if not torch.is_tensor(value) and not torch.is_tensor(live[key]) and live[key] != value:
                 notes.append(f"optimizer, group {number}: {key}={live[key]!r} in the script is not used, the source has {value!r}")
             out[key] = value
     return out

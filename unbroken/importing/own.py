@@ -8,6 +8,7 @@ from typing import Any
 from unbroken.archive import reading
 from unbroken.archive.places import parse_place
 from unbroken.capture import portable
+from unbroken.capture.select import assemble
 from unbroken.core.errors import ForeignFolder, NoCheckpoint
 from unbroken.core.records import CommitEntry, StoredPiece
 from unbroken.store import paths
@@ -48,6 +49,7 @@ def _read(repository: Repository, step: int | None) -> Own:
     found = reading.newest_good(repository, use) if step is None else reading.exactly(repository, step, use)
     if not found.value:
         raise NoCheckpoint("its newest checkpoint is empty")
-    parts, notes = portable.state_dicts(found.value)
+    is_run = "/model/parameters" in found.value
+    parts, notes = portable.state_dicts(found.value) if is_run else (assemble(found.value), [])
     notes += [f"passed over: {bad}" for bad in found.passed_over]
     return parts, found.commit.step, found.commit.state_root, notes

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 from msgspec import Struct
 
-Part = Literal["model", "optimizer", "scheduler", "scaler", "rng"]
+Part = Literal["model", "optimizer", "scheduler", "scaler", "extras", "rng"]
 PARTS: tuple[str, ...] = get_args(Part)
 
 _KEYS = ("source", "step", "take", "strict", "cast")

@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from unbroken.archive.saving import Saving
 from unbroken.capture import tensors
-from unbroken.capture.tree import Item, flatten
+from unbroken.capture.tree import flatten, view
 from unbroken.core.errors import Refused
 from unbroken.core.os import sync_directory
 from unbroken.core.ports import Clock, Nonces, failpoint
@@ -65,7 +65,7 @@ def import_into(source: str, directory: str, step: int | None, *, clock: Clock, 
     try:
         saving = Saving.open(DiskTier(temporary), clock, nonces, facts={"imported": origin})
         try:
-            saving.save(at, [Part(item.piece, _bytes(item)) for item in items], milestone=True, base=None, loaded_root="")
+            saving.save(at, [Part(item.piece, view(item)) for item in items], milestone=True, base=None, loaded_root="")
             last = saving.last
         finally:
             saving.release()
@@ -139,14 +139,6 @@ def _storable(value: Any, path: str, gone: list[str], depth: int) -> Any:
 def _without(path: str, reason: str, gone: list[str]) -> Any:
     gone.append(f"{path}: {reason}")
     return _NOTHING
-
-
-def _bytes(item: Item) -> memoryview:
-    """Its bytes; those of a contiguous tensor are not copied."""
-    if isinstance(item.data, bytes):
-        return memoryview(item.data)
-    flat = item.data.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    return flat.view(-1).view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
 def _taken(parts: Parts) -> list[str]:

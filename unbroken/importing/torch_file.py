@@ -46,7 +46,7 @@ _CALLED = _REBUILD | _ARRAYS | _SCALARS | {
 _NAMED = {"torch.Tensor", "torch.nn.parameter.Parameter", "numpy.ndarray"} | {f"torch.{name}" for name in tensors.DTYPES}
 _KNOWN = _CALLED | _NAMED | _STORAGE_SIZES.keys()
 
-_PLAIN_DTYPE = re.compile(r"[<>|=]?(?:[biufc][0-9]{1,2}|[?]|[SUMm][0-9]{0,6})")
+_PLAIN_DTYPE = re.compile(r"[<>|=]?([biufcSUMm?])([0-9]{0,6})")
 
 MAX_UNFOLDED = 4
 """Times the size of a file that its tensors may be: views of one storage, or of one element, are cheap to write and dear to read."""
@@ -62,7 +62,8 @@ def read_torch_file(path: str) -> Any:
         if file.read(4) != MAGIC:
             raise Refused(f"{path}: is no zip file as torch.save writes since 1.6; re-save it, where you trust it:\n{_resaving(path, [])}")
         _examine(file, size, path)
-    return _loaded(path, path, size, mmap=True)
+        # the very file that was looked at, whatever stands under its name by now, and whatever torch concludes from a name's end
+        return _loaded(f"/proc/self/fd/{file.fileno()}", path, size, mmap=True)
 
 
 def read_torch_bytes(data: bytes, path: str) -> Any:
@@ -106,6 +107,9 @@ def _members(file: BinaryIO, size: int, path: str) -> tuple[dict[str, int], byte
             if f"{root}constants.pkl" in archive.namelist():
                 raise Refused(f"{path}: is a TorchScript program, which is code: save its state_dict() with torch.save instead")
             raw = b""
+            if all(info.CRC == 0 for info in infos):  # torch.serialization.set_crc32_options(False): it holds no checksums
+                for info in infos:
+                    del info.CRC
             for info in infos:
                 with archive.open(info) as stream:  # its reader compares the CRC at the end
                     if info.filename == f"{root}data.pkl":
@@ -170,17 +174,23 @@ def _check_call(made: Made, path: str) -> None:
         is_sound = len(args) == 4 and isinstance(args[0], Global) and args[0].name in _REBUILD
     elif name in ("builtins.set", "builtins.complex", "collections.Counter", "collections.OrderedDict"):
         is_sound = all(isinstance(one, list | float | int | Table) for one in args)
+    if name == "collections.OrderedDict":  # what is put into its __dict__ would stand before its methods
+        is_sound = is_sound and (made.state is None or [key for key, _ in getattr(made.state, "pairs", [("", "")])] == ["_metadata"])
+    elif name not in _ARRAYS and name != "numpy.dtype":
+        is_sound = is_sound and made.state is None
     if not is_sound:
         raise Damaged(path, f"calls {name} in a way that no writer of data does")
 
 
 def _is_plain_dtype(made: Any) -> bool:
-    """A number's, a text's or a date's: no objects, no fields."""
+    """A number's, a text's or a date's: no objects, no fields, and of the width that its code says."""
     if not isinstance(made, Made) or made.name != "numpy.dtype" or not made.args or not isinstance(made.args[0], str):
         return False
-    state = made.state
-    has_fields = isinstance(state, tuple) and any(isinstance(part, Table | list | Made) for part in state[:5])
-    return _PLAIN_DTYPE.fullmatch(made.args[0]) is not None and not has_fields
+    match, state = _PLAIN_DTYPE.fullmatch(made.args[0]), made.state
+    if match is None or not isinstance(state, tuple | None) or (state is not None and len(state) < 7):
+        return False
+    width = int(match[2] or 0) * {"S": 1, "U": 4}.get(match[1], 0)
+    return state is None or (state[2:5] == (None, None, None) and state[5] in (-1, width) and state[6] in (-1, 1, 4))
 
 
 def _loaded(source: Any, path: str, size: int, *, mmap: bool) -> Any:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from unbroken.core.errors import Permanent
+from unbroken.core.errors import Permanent, Refused
 from unbroken.core.messages import Begin, Opened
 from unbroken.core.ports import SystemClock, SystemNonces, arm
 from unbroken.core.records import StepRecord
@@ -89,3 +89,16 @@ def test_a_folder_whose_newest_entry_is_another_is_forgotten(folder: RunFolder, 
     other.close()
     put_back(folder, str(tmp_path / "copy"))
     assert folder.changed()
+
+
+def test_a_run_that_never_made_a_checkpoint_is_born_again_from_the_same_state_only(folder: RunFolder) -> None:
+    def born_from(origin: dict[str, str]) -> None:
+        plan = folder.begin(Begin(world_size=1, resume="auto", options={"units": 1}), [], witnessed=True, last_applied=None)
+        folder.opened(Opened(generation=plan.generation, step=plan.step, loaded_root=plan.state_root, origin=origin))
+
+    born_from({"source": "a.pt"})
+    assert folder.repository.facts.options == {"units": 1, "started_from": {"source": "a.pt"}}
+    born_from({"source": "a.pt"})
+    for other in ({"source": "b.pt"}, {}):
+        with pytest.raises(Refused, match=r"start_from=a\.pt then, (b\.pt|nothing) now"):
+            born_from(other)
