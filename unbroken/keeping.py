@@ -104,7 +104,7 @@ class Keeping:
         """Have memory for the snapshots to come, and journal how the start went; bytes of one slot."""
         self._snapshots.reserve(self._opening.expected_slot_bytes(self._counters))
         self._journal.start(self._opening.latest_moments())
-        origin = self._opening.start.origin
+        origin = self._plan.options.get("started_from")
         if self._plan.source == "fresh" and origin:
             told = {"source": origin["source"], "format": origin["format"], "source_step": str(origin["step"]), "root": origin["root"]}
             self.note("started_from", step=0, taken=", ".join(origin["taken"]), **told)

@@ -110,7 +110,7 @@ def test_a_source_that_does_not_fit_leaves_no_run_behind(directory: Path, source
     assert unbroken.open(directory).facts.options["started_from"]["taken"] == ["weights (10 tensors)"]
 
 
-def test_b39_a_hostile_source_is_refused_and_not_run(directory: Path, tmp_path: Path) -> None:
+def test_B39_a_hostile_source_is_refused_and_not_run(directory: Path, tmp_path: Path) -> None:
     torch.save({"model": Tiny().state_dict(), "args": Strike(tmp_path / "marker")}, tmp_path / "bad.pt")
     with pytest.raises(Refused, match=r"(?s)posix\.system.*'args'.*torch\.save"):
         open_run(directory, start_from=tmp_path / "bad.pt")

@@ -102,7 +102,7 @@ def test_chunks_become_one_tensor(tmp_path: Path) -> None:
         ([[0], [0]], [6], "overlap"),
     ],
 )
-def test_b04_chunks_that_do_not_tile_their_tensor_are_refused(
+def test_B04_chunks_that_do_not_tile_their_tensor_are_refused(
     tmp_path: Path, offsets: list[list[int]], size: list[int], words: str
 ) -> None:
     sharded(tmp_path / "c", [(offset, torch.ones(3)) for offset in offsets], size)
@@ -114,7 +114,7 @@ def test_b04_chunks_that_do_not_tile_their_tensor_are_refused(
 
 
 @pytest.mark.parametrize("kind", PICKLES)
-def test_b39_hostile_metadata_are_refused_and_not_run(folder: Path, tmp_path: Path, kind: str) -> None:
+def test_B39_hostile_metadata_are_refused_and_not_run(folder: Path, tmp_path: Path, kind: str) -> None:
     marker = tmp_path / "marker"
     (folder / ".metadata").write_bytes(PICKLES[kind](marker))
     with pytest.raises(UnbrokenError, match=r"\.metadata: "):
@@ -122,7 +122,7 @@ def test_b39_hostile_metadata_are_refused_and_not_run(folder: Path, tmp_path: Pa
     assert not marker.exists()
 
 
-def test_b39_a_payload_inside_true_metadata_is_refused_by_name(folder: Path, tmp_path: Path) -> None:
+def test_B39_a_payload_inside_true_metadata_is_refused_by_name(folder: Path, tmp_path: Path) -> None:
     marker = tmp_path / "marker"
     change(folder, lambda metadata: setattr(metadata, "planner_data", {"x": Strike(marker)}))
     with pytest.raises(Refused, match=r"(?s)needs posix\.system.*dcp_to_torch_save"):
@@ -130,7 +130,7 @@ def test_b39_a_payload_inside_true_metadata_is_refused_by_name(folder: Path, tmp
     assert not marker.exists()
 
 
-def test_b39_a_payload_in_an_item_is_refused_and_not_run(tmp_path: Path) -> None:
+def test_B39_a_payload_in_an_item_is_refused_and_not_run(tmp_path: Path) -> None:
     marker = tmp_path / "marker"
     dcp.save({"a": Strike(marker), "w": torch.ones(2)}, checkpoint_id=str(tmp_path / "c"), no_dist=True)
     with pytest.raises(Refused, match=r"distcp \(at byte \d+\).*posix\.system"):
@@ -139,7 +139,7 @@ def test_b39_a_payload_in_an_item_is_refused_and_not_run(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", ["../outside.distcp", "/etc/passwd", "a/../../x", "", "x\0y", "..", "link.distcp"])
-def test_b39_files_outside_the_folder_are_not_read(folder: Path, name: str) -> None:
+def test_B39_files_outside_the_folder_are_not_read(folder: Path, name: str) -> None:
     (folder.parent / "outside.distcp").write_bytes((folder / "__0_0.distcp").read_bytes())
     (folder / "link.distcp").symlink_to(folder.parent / "outside.distcp")
 
@@ -152,7 +152,7 @@ def test_b39_files_outside_the_folder_are_not_read(folder: Path, name: str) -> N
         read_dcp(str(folder))
 
 
-def test_b39_items_that_share_their_bytes_or_lie_about_them(folder: Path) -> None:
+def test_B39_items_that_share_their_bytes_or_lie_about_them(folder: Path) -> None:
     def longer(metadata: Metadata) -> None:
         next(iter(metadata.storage_data.values())).length = 1 << 50
 
@@ -169,7 +169,7 @@ def test_b39_items_that_share_their_bytes_or_lie_about_them(folder: Path) -> Non
             read_dcp(str(folder))
 
 
-def test_b04_torn_folders_are_errors_by_name(folder: Path) -> None:
+def test_B04_torn_folders_are_errors_by_name(folder: Path) -> None:
     path = folder / "__0_0.distcp"
     raw, metadata = path.read_bytes(), (folder / ".metadata").read_bytes()
     for at in range(0, len(raw), len(raw) // 20):
@@ -186,7 +186,7 @@ def test_b04_torn_folders_are_errors_by_name(folder: Path) -> None:
             read_dcp(str(folder))
 
 
-def test_b04_a_flipped_bit_in_the_items_is_an_error_or_changes_nothing(folder: Path) -> None:
+def test_B04_a_flipped_bit_in_the_items_is_an_error_or_changes_nothing(folder: Path) -> None:
     path, expected, num_refused = folder / "__0_0.distcp", state(), 0
     raw = path.read_bytes()
     for at in range(5, len(raw), len(raw) // 40):

@@ -76,7 +76,7 @@ def test_a_trainers_checkpoint_and_its_output_folder(tmp_path: Path) -> None:
         open_source(tmp_path / "checkpoint-2", 3)
 
 
-def test_b39_nothing_outside_of_a_trainers_folder_is_read_and_nothing_run(tmp_path: Path) -> None:
+def test_B39_nothing_outside_of_a_trainers_folder_is_read_and_nothing_run(tmp_path: Path) -> None:
     whole = trainer_folder(tmp_path / "whole")
     for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth", "scaler.pt"):
         folder = Path(shutil.copytree(whole, tmp_path / f"{name}-bad"))
@@ -161,7 +161,7 @@ def test_what_is_no_checkpoint_is_refused_with_what_would_be(tmp_path: Path) -> 
         open_source(tmp_path / "pipe")
 
 
-def test_b18_parts_under_the_names_that_people_use(tmp_path: Path) -> None:
+def test_B18_parts_under_the_names_that_people_use(tmp_path: Path) -> None:
     model, optimizer, scheduler = training()
     weights, state = model.state_dict(), optimizer.state_dict()
     for given, num, rest in (

@@ -80,7 +80,7 @@ def test_what_the_source_lacks_starts_fresh_and_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "model.", "_orig_mod.module.", "module._orig_mod.", "model.module."])
-def test_b18_marks_of_wrappers_are_seen_through_and_that_is_said(tmp_path: Path, prefix: str) -> None:
+def test_B18_marks_of_wrappers_are_seen_through_and_that_is_said(tmp_path: Path, prefix: str) -> None:
     weights = {prefix + name: value for name, value in training()[0].state_dict().items()}
     model, optimizer, _ = fresh()
     report = start(save(tmp_path / "w.pt", model=weights), stack_of(model, optimizer))
@@ -88,7 +88,7 @@ def test_b18_marks_of_wrappers_are_seen_through_and_that_is_said(tmp_path: Path,
     assert any(f"names in the source lose {prefix}" in note for note in report.notes)
 
 
-def test_b18_marks_inside_names_and_live_models_that_have_them(tmp_path: Path) -> None:
+def test_B18_marks_inside_names_and_live_models_that_have_them(tmp_path: Path) -> None:
     weights = training()[0].state_dict()
     inner = save(tmp_path / "i.pt", model={name.replace("1.", "1._orig_mod."): value for name, value in weights.items()})
     model, optimizer, _ = fresh()
@@ -105,7 +105,7 @@ def test_b18_marks_inside_names_and_live_models_that_have_them(tmp_path: Path) -
     assert same_state(model.state_dict(), weights) and any("live names lose model." in note for note in report.notes)
 
 
-def test_b18_a_real_child_called_module_keeps_its_name(tmp_path: Path) -> None:
+def test_B18_a_real_child_called_module_keeps_its_name(tmp_path: Path) -> None:
     class WithChild(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -116,7 +116,7 @@ def test_b18_a_real_child_called_module_keeps_its_name(tmp_path: Path) -> None:
     assert same_state(live.state_dict(), source.state_dict()) and not any("lose" in note for note in report.notes)
 
 
-def test_b18_all_misfits_are_one_error_and_nothing_is_touched(trained: Path, tmp_path: Path) -> None:
+def test_B18_all_misfits_are_one_error_and_nothing_is_touched(trained: Path, tmp_path: Path) -> None:
     model, optimizer, scheduler = fresh()
     state = torch.load(trained, weights_only=True)
     weights = state["model"]
@@ -145,7 +145,7 @@ def test_b18_all_misfits_are_one_error_and_nothing_is_touched(trained: Path, tmp
     assert [bits(value) for value in model.state_dict().values()] == before and not optimizer.state and random.getstate() == drawn
 
 
-def test_b18_casting_and_partial_loads_on_request_only(tmp_path: Path) -> None:
+def test_B18_casting_and_partial_loads_on_request_only(tmp_path: Path) -> None:
     weights = {name: value.bfloat16() for name, value in training()[0].state_dict().items()}
     model, optimizer, _ = fresh()
     start(save(tmp_path / "b.pt", model=weights), stack_of(model, optimizer), cast=True)

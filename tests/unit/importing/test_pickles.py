@@ -36,7 +36,7 @@ def test_plain_data_are_described_as_they_are(protocol: int) -> None:
 
 
 @pytest.mark.parametrize("kind", PICKLES)
-def test_b39_a_hostile_pickle_is_described_and_not_run(kind: str, tmp_path: Path) -> None:
+def test_B39_a_hostile_pickle_is_described_and_not_run(kind: str, tmp_path: Path) -> None:
     marker = tmp_path / "marker"
     described = describe_pickle(PICKLES[kind](marker), "f") if kind != "inst" else None
     if kind == "inst":
@@ -48,14 +48,14 @@ def test_b39_a_hostile_pickle_is_described_and_not_run(kind: str, tmp_path: Path
     assert not marker.exists()
 
 
-def test_b39_the_hostile_pickles_of_these_tests_do_strike_when_they_are_run(tmp_path: Path) -> None:
+def test_B39_the_hostile_pickles_of_these_tests_do_strike_when_they_are_run(tmp_path: Path) -> None:
     for kind in ("eval", "stack global", "inst"):
         marker = tmp_path / kind.replace(" ", "-")
         pickle.loads(PICKLES[kind](marker))
         assert marker.exists()
 
 
-def test_b39_few_bytes_that_unfold_into_very_much_are_refused() -> None:
+def test_B39_few_bytes_that_unfold_into_very_much_are_refused() -> None:
     assert len(unfolding()) < 600
     with pytest.raises(Damaged, match="far more than its bytes can mean"):
         describe_pickle(unfolding(), "f")
@@ -85,12 +85,12 @@ def test_b39_few_bytes_that_unfold_into_very_much_are_refused() -> None:
         b"\x80\x02Pname\n.",
     ],
 )
-def test_b04_no_sound_pickle_is_damaged_with_its_name(data: bytes) -> None:
+def test_B04_no_sound_pickle_is_damaged_with_its_name(data: bytes) -> None:
     with pytest.raises(Damaged, match=r"^name: .*(no sound pickle|opcode)"):
         describe_pickle(data, "name")
 
 
-def test_b04_every_cut_of_a_pickle_is_damaged() -> None:
+def test_B04_every_cut_of_a_pickle_is_damaged() -> None:
     data = pickle.dumps({"a": OrderedDict(b=[1, 2.5, "text"]), "c": (b"x" * 300, None)}, 4)
     for at in range(len(data)):
         with pytest.raises(Damaged):

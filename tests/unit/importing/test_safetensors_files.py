@@ -59,12 +59,12 @@ def test_a_file_and_shards_are_read(tmp_path: Path) -> None:
         (b"", None),
     ],
 )
-def test_b39_lying_headers_are_damage_by_name(tmp_path: Path, header: Any, length: int | None) -> None:
+def test_B39_lying_headers_are_damage_by_name(tmp_path: Path, header: Any, length: int | None) -> None:
     with pytest.raises(Damaged, match=r"bad\.safetensors"):
         read_safetensors(str(raw_file(tmp_path / "bad.safetensors", header, length=length)))
 
 
-def test_b04_every_cut_is_damage_by_name(tmp_path: Path) -> None:
+def test_B04_every_cut_is_damage_by_name(tmp_path: Path) -> None:
     save_file({"a": torch.arange(64.0)}, tmp_path / "a.safetensors")
     raw = (tmp_path / "a.safetensors").read_bytes()
     for at in [*range(0, len(raw), 7), len(raw) - 1]:
@@ -79,7 +79,7 @@ def test_b04_every_cut_is_damage_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["../../etc/passwd", "/etc/passwd", "..", "a//b", "", 5, None, ["x"], "link.safetensors", "x" * 5000, "a\\..\\b"]
 )
-def test_b39_an_index_that_names_files_outside_is_refused(tmp_path: Path, name: Any) -> None:
+def test_B39_an_index_that_names_files_outside_is_refused(tmp_path: Path, name: Any) -> None:
     folder = tmp_path / "f"
     folder.mkdir()
     save_file({"a": torch.zeros(1)}, tmp_path / "outside.safetensors")
@@ -90,7 +90,7 @@ def test_b39_an_index_that_names_files_outside_is_refused(tmp_path: Path, name: 
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": []}', "[" * 100_000, '{"weight_map": {"a": "gone.safetensors"}}'])
-def test_b04_an_index_that_is_none_is_an_error_by_name(tmp_path: Path, text: str) -> None:
+def test_B04_an_index_that_is_none_is_an_error_by_name(tmp_path: Path, text: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(text)
     with pytest.raises((Damaged, NoCheckpoint), match=str(tmp_path)):
         read_shards(str(tmp_path))

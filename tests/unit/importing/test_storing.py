@@ -26,7 +26,7 @@ def command(*args: str | Path, code: int = 0) -> subprocess.CompletedProcess[str
     return done
 
 
-def test_b19_the_state_comes_back_as_it_was(tmp_path: Path) -> None:
+def test_B19_the_state_comes_back_as_it_was(tmp_path: Path) -> None:
     state: dict[Any, Any] = {"model": training()[0].state_dict(), "ms": {25: 1, 50: 2}, 1.5: "y", True: "x", "t": (1, 2), "none": None}
     torch.save(state | {"by": b"\x00\xff", "big": 2**70, "el": [], "step": 12}, tmp_path / "a.pt")
     made = unbroken.import_checkpoint(tmp_path / "a.pt", tmp_path / "out")

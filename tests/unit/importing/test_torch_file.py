@@ -34,7 +34,7 @@ def odd_state() -> dict[Any, Any]:
     }  # fmt: skip
 
 
-def test_b19_types_of_values_and_keys_are_kept(tmp_path: Path) -> None:
+def test_B19_types_of_values_and_keys_are_kept(tmp_path: Path) -> None:
     state = odd_state()
     back = read_torch_file(str(saved(tmp_path / "a.pt", state)))
     assert back == state
@@ -42,7 +42,7 @@ def test_b19_types_of_values_and_keys_are_kept(tmp_path: Path) -> None:
     assert [type(value) for value in back.values()] == [type(value) for value in state.values()]
 
 
-def test_b39_numpy_python_and_torch_random_states_are_read_with_safety_on(tmp_path: Path) -> None:
+def test_B39_numpy_python_and_torch_random_states_are_read_with_safety_on(tmp_path: Path) -> None:
     state = {
         "np": np.random.get_state(),
         "py": random.getstate(),
@@ -74,7 +74,7 @@ def test_tensors_keep_bits_types_views_and_ties(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("protocol", [2, 4])
 @pytest.mark.parametrize("depth", [0, 1, 3])
-def test_b39_a_payload_anywhere_in_a_torch_file_is_refused_by_name_and_not_run(tmp_path: Path, depth: int, protocol: int) -> None:
+def test_B39_a_payload_anywhere_in_a_torch_file_is_refused_by_name_and_not_run(tmp_path: Path, depth: int, protocol: int) -> None:
     marker, state = tmp_path / "marker", Strike(tmp_path / "marker")
     for _ in range(depth):
         state = {"config": [state], "w": torch.ones(2)}  # type: ignore[assignment]
@@ -88,7 +88,7 @@ def test_b39_a_payload_anywhere_in_a_torch_file_is_refused_by_name_and_not_run(t
 
 
 @pytest.mark.parametrize("kind", PICKLES)
-def test_b39_hand_made_pickles_in_a_zip_file_and_without_one(tmp_path: Path, kind: str) -> None:
+def test_B39_hand_made_pickles_in_a_zip_file_and_without_one(tmp_path: Path, kind: str) -> None:
     marker = tmp_path / "marker"
     data = PICKLES[kind](marker)
     (tmp_path / "raw.pt").write_bytes(data)
@@ -120,7 +120,7 @@ def test_a_whole_module_is_refused_with_lines_that_save_its_state_dict(tmp_path:
 @pytest.mark.parametrize(
     "value", [defaultdict(list), np.array([{}], dtype=object), torch.ones(2).to_sparse()], ids=["defaultdict", "objects", "sparse"]
 )
-def test_b19_what_is_no_plain_data_is_refused_by_name(tmp_path: Path, value: Any) -> None:
+def test_B19_what_is_no_plain_data_is_refused_by_name(tmp_path: Path, value: Any) -> None:
     with pytest.raises(UnbrokenError, match=r"a\.pt"):
         read_torch_file(str(saved(tmp_path / "a.pt", {"x": value})))
 
@@ -143,7 +143,7 @@ def test_a_file_without_checksums_is_read(tmp_path: Path) -> None:
     assert read_torch_file(str(tmp_path / "a.pt"))["a"].tolist() == [0, 1, 2, 3, 4]
 
 
-def test_b04_a_flipped_bit_is_an_error_or_changes_nothing(tmp_path: Path) -> None:
+def test_B04_a_flipped_bit_is_an_error_or_changes_nothing(tmp_path: Path) -> None:
     torch.manual_seed(1)
     state = {"a": torch.randn(256), "b": torch.randn(256), "step": 7}
     raw = saved(tmp_path / "a.pt", state).read_bytes()
@@ -160,7 +160,7 @@ def test_b04_a_flipped_bit_is_an_error_or_changes_nothing(tmp_path: Path) -> Non
     assert num_refused > 75
 
 
-def test_b04_cut_or_lengthened_files_are_errors_by_name(tmp_path: Path) -> None:
+def test_B04_cut_or_lengthened_files_are_errors_by_name(tmp_path: Path) -> None:
     raw = saved(tmp_path / "a.pt", {"a": torch.arange(256.0)}).read_bytes()
     bad = tmp_path / "bad.pt"
     for at in range(0, len(raw), len(raw) // 64):
@@ -216,7 +216,7 @@ def test_the_hand_made_tensor_is_one(tmp_path: Path) -> None:
         (b"\x80\x02ccollections\nOrderedDict\n)R}X\x05\x00\x00\x00itemsc__builtin__\nset\nsb.", "calls collections.OrderedDict in a way"),
     ],
 )  # fmt: skip
-def test_b39_lying_sizes_are_refused_before_memory_is_taken(tmp_path: Path, data: bytes, words: str | None) -> None:
+def test_B39_lying_sizes_are_refused_before_memory_is_taken(tmp_path: Path, data: bytes, words: str | None) -> None:
     path = torch_zip(tmp_path / "a.pt", data, {"a/data/0": bytes(32)})
     tracemalloc.start()
     try:
@@ -230,14 +230,14 @@ def test_b39_lying_sizes_are_refused_before_memory_is_taken(tmp_path: Path, data
         tracemalloc.stop()
 
 
-def test_b39_many_views_of_one_storage_are_refused_when_they_would_unfold(tmp_path: Path) -> None:
+def test_B39_many_views_of_one_storage_are_refused_when_they_would_unfold(tmp_path: Path) -> None:
     data = tensor_pickle(1 << 20, ((1 << 20) - 64,), (1,), copies=32)
     path = torch_zip(tmp_path / "a.pt", data, {"a/data/0": bytes(4 << 20)})
     with pytest.raises(Refused, match=r"views of shared memory; save them with tensor\.clone"):
         read_torch_file(str(path))
 
 
-def test_b39_a_compressed_member_is_refused_unread(tmp_path: Path) -> None:
+def test_B39_a_compressed_member_is_refused_unread(tmp_path: Path) -> None:
     path = torch_zip(tmp_path / "a.pt", b"\x80\x02}.", {"a/data/0": bytes(100 << 20)}, zipfile.ZIP_DEFLATED)
     assert path.stat().st_size < 1 << 20
     with pytest.raises(Refused, match=r"compressed or encrypted, which torch\.save never does"):
@@ -245,7 +245,7 @@ def test_b39_a_compressed_member_is_refused_unread(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Duplicate name")
-def test_b39_members_with_bad_names_twice_or_inside_each_other(tmp_path: Path) -> None:
+def test_B39_members_with_bad_names_twice_or_inside_each_other(tmp_path: Path) -> None:
     for name in ("a/../../x", "/etc/passwd", "a\\..\\x"):
         with pytest.raises(Refused, match="leads out of it"):
             read_torch_file(str(torch_zip(tmp_path / "a.pt", b"\x80\x02}.", {name: b"x"})))
