@@ -104,8 +104,14 @@ def start_from(stack: Stack, spec: StartFrom, rank: int) -> StartReport:
             tuple(plan.unexpected),
             tuple(plan.wrong),
         )
-    for act in plan.acts:
-        act()
+    try:
+        for act in plan.acts:
+            act()
+    except Exception as error:  # raised again: an object of the user's has refused what looked as its own state does
+        raise LayoutMismatch(
+            f"{spec.source}: a live object did not take its state ({type(error).__name__}: {error}); build all of them anew, and "
+            "leave that part out with take="
+        ) from error
     if parts.progress:
         told = ", ".join(f"{name} {value}" for name, value in parts.progress.items())
         plan.report["notes"].append(
@@ -219,7 +225,7 @@ def _scaler(stack: Stack, parts: Parts, spec: StartFrom, plan: _Plan) -> None:
         plan.lacks("loss scaler")
         return
     if set(saved) != set(now) or not all(isinstance(value, int | float) for value in saved.values()):
-        plan.wrong.append(f"scaler: {sorted(saved)} in the source, {sorted(now)} live")
+        plan.wrong.append(f"scaler: {sorted(map(str, saved))} in the source, {sorted(now)} live, of numbers")
         return
     plan.report["taken"].append("loss scaler")
     plan.acts.append(lambda: scaler.load_state_dict(dict(saved)))

@@ -7,11 +7,16 @@ from typing import Any
 
 import torch
 
-from unbroken.capture.tensors import name_of
+from unbroken.capture.tensors import name_of, refusal
 from unbroken.importing.weights import peeled
 
 _OF_THE_HOST = ("foreach", "fused", "capturable", "differentiable")
 """How to compute, not what: the live optimizer's own stay."""
+
+_MOMENTS = frozenset(
+    {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "acc_delta", "sum", "prev", "ax"}
+)
+"""What torch's optimizers keep for each element."""
 
 _OWN_TEXT = frozenset({"params", "param_names"})
 
@@ -105,16 +110,30 @@ def _same_names(live: list[str], told: list[str]) -> dict[str, str] | None:
 
 
 def _checked(values: Any, parameter: torch.Tensor, name: str, wrong: list[str]) -> Any:
-    """One parameter's state: a tensor with as many dimensions as the parameter has its shape, or is 1 wide where it is factored."""
+    """One parameter's state, as far as can be known without its optimizer: moments have the parameter's shape, a step is a number.
+
+    Of other names a tensor with as many dimensions as the parameter has its shape, or is 1 wide where it is factored.
+    """
     if not isinstance(values, Mapping) or not all(isinstance(key, str) for key in values):
         wrong.append(f"{name}: its state is no dict")
         return {}
     for key, value in values.items():
-        if not torch.is_tensor(value) or value.dim() == 0 or value.dim() != parameter.dim():
-            continue
-        if any(have not in (1, want) for have, want in zip(value.shape, parameter.shape, strict=True)):
-            wrong.append(f"{name}: {key} is {name_of(value.dtype)}{list(value.shape)} in the source, the parameter {list(parameter.shape)}")
+        if not _is_fit(key, value, parameter):
+            what = f"{name_of(value.dtype)}{list(value.shape)}" if torch.is_tensor(value) else f"{str(value)[:40]!r}"
+            wrong.append(f"{name}: {key} is {what} in the source, the parameter {list(parameter.shape)}")
     return dict(values)
+
+
+def _is_fit(key: str, value: Any, parameter: torch.Tensor) -> bool:
+    if key == "step":
+        return _is_number(value)
+    if torch.is_tensor(value):
+        if refusal(value.detach()) is not None:
+            return False
+        if key in _MOMENTS:
+            return value.shape == parameter.shape and (value.is_floating_point() or value.is_complex())
+        return value.dim() != parameter.dim() or all(have in (1, want) for have, want in zip(value.shape, parameter.shape, strict=True))
+    return key not in _MOMENTS or (value is None and key == "momentum_buffer")
 
 
 def _options(number: int, live: Mapping[str, Any], saved: Mapping[str, Any], notes: list[str], wrong: list[str]) -> dict[str, Any]:
@@ -129,16 +148,21 @@ def _options(number: int, live: Mapping[str, Any], saved: Mapping[str, Any], not
         elif not _alike(live[key], value):
             wrong.append(f"group {number}: {key} is {str(value)[:60]!r} in the source, {live[key]!r} live: not of one kind")
         else:
-            if not torch.is_tensor(value) and not torch.is_tensor(live[key]) and live[key] != value:
+            if repr(live[key]) != repr(value):
                 notes.append(f"optimizer, group {number}: {key}={live[key]!r} in the script is not used, the source has {value!r}")
             out[key] = value
     return out
 
 
 def _alike(live: Any, value: Any) -> bool:
-    numbers = int | float | torch.Tensor
-    if live is None or value is None or isinstance(live, bool) or isinstance(value, bool):
-        return type(live) is type(value) or live is None or value is None
+    """Of one kind: numbers (a tensor of one, too), flags, lists of as many alike."""
     if isinstance(live, list | tuple) or isinstance(value, list | tuple):
-        return isinstance(live, list | tuple) and isinstance(value, list | tuple) and len(live) == len(value)
-    return (isinstance(live, numbers) and isinstance(value, numbers)) or type(live) is type(value)
+        both = isinstance(live, list | tuple) and isinstance(value, list | tuple) and len(live) == len(value)
+        return both and all(map(_alike, live, value))
+    if live is None or isinstance(live, bool) or isinstance(value, bool):
+        return live is None or type(live) is type(value)
+    return (_is_number(live) and _is_number(value)) or type(live) is type(value) is str
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) or (torch.is_tensor(value) and value.numel() == 1)

@@ -116,7 +116,7 @@ def _is_scheduler(value: Any) -> bool:
 
 def _keyed(value: Any, into: dict[str, Mapping[str, Any]], is_one: Any) -> bool:
     """One, a list or a dict of them; nothing at all is fine, too."""
-    if value is None or value in ({}, []):
+    if value is None or (isinstance(value, dict | list) and not value):
         return True
     if is_one(value) and not (value and all(is_one(one) for one in value.values())):
         into[""] = value
@@ -131,7 +131,7 @@ def _keyed(value: Any, into: dict[str, Mapping[str, Any]], is_one: Any) -> bool:
 
 def _take_scaler(value: Any, parts: Parts) -> bool:
     if not isinstance(value, Mapping) or "scale" not in value:
-        return value is None or value == {}
+        return value is None or (isinstance(value, dict) and not value)
     parts.scaler = value
     return True
 

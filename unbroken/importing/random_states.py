@@ -25,7 +25,13 @@ def as_streams(saved: Any, device: str) -> dict[str, Any]:
 
 
 def _python(value: Any) -> dict[str, Any]:
-    is_one = isinstance(value, tuple | list) and len(value) == 3 and value[0] == 3 and isinstance(value[1], tuple | list)
+    is_one = (
+        isinstance(value, tuple | list)
+        and len(value) == 3
+        and type(value[0]) is int
+        and value[0] == 3
+        and isinstance(value[1], tuple | list)
+    )
     if not is_one or len(value[1]) != _PYTHON_WORDS or not all(type(w) is int and 0 <= w < 1 << 32 for w in value[1]):
         raise ValueError("python: is no state of random.Random")
     if value[1][-1] > _NUMPY_WORDS or not (value[2] is None or type(value[2]) is float):
@@ -34,8 +40,16 @@ def _python(value: Any) -> dict[str, Any]:
 
 
 def _numpy(value: Any) -> dict[str, Any]:
-    is_one = isinstance(value, tuple | list) and len(value) == 5 and value[0] == "MT19937" and isinstance(value[1], np.ndarray)
-    if not is_one or value[1].shape != (_NUMPY_WORDS,) or value[1].dtype.kind != "u" or not 0 <= int(value[2]) <= _NUMPY_WORDS:
+    is_one = (
+        isinstance(value, tuple | list)
+        and len(value) == 5
+        and isinstance(value[0], str)
+        and value[0] == "MT19937"
+        and isinstance(value[1], np.ndarray)
+    )
+    if not is_one or value[1].shape != (_NUMPY_WORDS,) or value[1].dtype != np.uint32 or type(value[2]) is not int:
+        raise ValueError("numpy: is no state of its legacy generator")
+    if not 0 <= value[2] <= _NUMPY_WORDS or type(value[3]) is not int or value[3] not in (0, 1) or not isinstance(value[4], float):
         raise ValueError("numpy: is no state of its legacy generator")
     return {
         "name": "MT19937",

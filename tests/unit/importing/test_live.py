@@ -209,6 +209,14 @@ def test_optimizer_state_goes_by_name_where_there_are_names(tmp_path: Path) -> N
         (lambda s: s["param_groups"][0].update(params=[0, 0, 1, 2]), "parameters without a number or name, or one twice"),
         (lambda s: s["state"].update({0: 5}), "0.weight: its state is no dict"),
         (lambda s: s.update(state=[]), "its state is no dict"),
+        (lambda s: s["state"][1].update(exp_avg="x"), "0.bias: exp_avg is 'x' in the source, the parameter [8]"),
+        (lambda s: s["state"][1].update(exp_avg_sq=torch.zeros(8).long()), "0.bias: exp_avg_sq is int64[8] in the source"),
+        (lambda s: s["state"][0].update(exp_avg=torch.zeros(8)), "0.weight: exp_avg is float32[8] in the source, the parameter [8, 4]"),
+        (lambda s: s["state"][1].update(step=None), "0.bias: step is 'None'"),
+        (lambda s: s["state"][1].update(other=torch.zeros(7)), "0.bias: other is float32[7]"),
+        (lambda s: s["param_groups"][0].update(betas=(0.9,)), "betas is '(0.9,)' in the source"),
+        (lambda s: s["param_groups"][0].update(eps=None), "eps is 'None' in the source"),
+        (lambda s: s["param_groups"][0].update(lr=torch.ones(3)), "lr is 'tensor([1., 1., 1.])' in the source"),
         (
             lambda s: s["param_groups"][0].update(params=["a", "b", "c", "d"]),
             "has ['a', 'b', 'c', 'd'] in the source where the live one has",
@@ -256,6 +264,9 @@ def test_a_trainers_folder_brings_its_random_state_to_the_rank_that_it_is_of(tmp
     state = torch.load(folder / "rng_state.pth", weights_only=False)
     for part, value in (
         ("python", (3, (1, 2), None)),
+        ("python", (torch.ones(2), (1, 2), None)),
+        ("numpy", (*state["numpy"][:3], None, 0.0)),
+        ("numpy", (*state["numpy"][:4], [])),
         ("numpy", ("MT19937", np.zeros(3, np.uint32), 0, 0, 0.0)),
         ("cpu", torch.zeros(3, dtype=torch.uint8)),
     ):
@@ -274,9 +285,10 @@ def test_a_lightning_file_and_a_loss_scaler(tmp_path: Path) -> None:
     path = save(tmp_path / "s.pt", model=training()[0].state_dict(), scaler=saved)
     start(path, stack_of(model, optimizer, scaler=scaler))
     assert scaler.state_dict() == saved
-    path = save(tmp_path / "s.pt", model=training()[0].state_dict(), scaler=saved | {"scale": "x"})
-    with pytest.raises(LayoutMismatch, match="scaler: "):
-        start(path, stack_of(model, optimizer, scaler=scaler))
+    for change in ({"scale": "x"}, {5: 1}, {None: 1}):
+        path = save(tmp_path / "s.pt", model=training()[0].state_dict(), scaler=saved | change)
+        with pytest.raises(LayoutMismatch, match="scaler: "):
+            start(path, stack_of(model, optimizer, scaler=scaler))
 
 
 def test_names_in_the_report_cannot_move_a_terminals_cursor(tmp_path: Path) -> None:
