@@ -17,7 +17,7 @@ import torch
 from unbroken.capture import tensors
 from unbroken.core.errors import Damaged, Refused
 from unbroken.core.limits import MAX_PIECES
-from unbroken.importing.files import member, read_bytes, size_of
+from unbroken.importing.files import member, printable, read_bytes, size_of
 from unbroken.importing.pickles import Global, Made, Table, describe_pickle, everything
 from unbroken.importing.torch_file import read_torch_bytes
 
@@ -66,7 +66,7 @@ class _Reader:
         wanted = sorted({one.name for one in everything(described) if isinstance(one, Global)} - _KNOWN)
         if wanted:
             raise Refused(
-                f"{self._path}: needs {', '.join(name[:100] for name in wanted[:8])}, which DCP's own metadata do not, and nothing is "
+                f"{self._path}: needs {printable(', '.join(name[:100] for name in wanted[:8]))}, which DCP's own metadata do not, and nothing is "
                 f"executed to read them. Re-save it, in its own environment and only where you trust it:\n"
                 f"  from torch.distributed.checkpoint.format_utils import dcp_to_torch_save  # runs code out of the file\n"
                 f"  dcp_to_torch_save({folder!r}, {folder.rstrip('/') + '.pt'!r})"

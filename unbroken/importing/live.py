@@ -98,8 +98,8 @@ def start_from(stack: Stack, spec: StartFrom, rank: int) -> StartReport:
         lines = [f"missing in the source: {name}" for name in plan.missing]
         lines += [f"not in the live model: {name}" for name in plan.unexpected]
         raise LayoutMismatch(
-            f"{spec.source} does not fit the live objects, which are untouched (start_from={{'source': ..., 'take': ['model'], "
-            "'strict': False}} takes what fits of some parts):\n  " + "\n  ".join(map(printable, lines + plan.wrong)),
+            f"{spec.source} does not fit the live objects, which are untouched; a dict takes parts, or what fits: "
+            "start_from={'source': ..., 'take': ['model'], 'strict': False}:\n  " + "\n  ".join(map(printable, lines + plan.wrong)),
             tuple(plan.missing),
             tuple(plan.unexpected),
             tuple(plan.wrong),

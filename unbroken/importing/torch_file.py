@@ -21,7 +21,7 @@ import torch
 from unbroken.capture import tensors
 from unbroken.core.errors import Damaged, Refused
 from unbroken.core.limits import MAX_JSON_BYTES
-from unbroken.importing.files import size_of
+from unbroken.importing.files import printable, size_of
 from unbroken.importing.pickles import Elsewhere, Global, Made, Table, describe_pickle, everything
 
 MAGIC = b"PK\x03\x04"
@@ -225,7 +225,7 @@ def _numpy_classes() -> list[Any]:
 
 
 def _unsafe(path: str, wanted: list[str], described: Any) -> str:
-    names = ", ".join(name[:100] for name in wanted[:8]) + (f" and {len(wanted) - 8} more" if len(wanted) > 8 else "")
+    names = printable(", ".join(name[:100] for name in wanted[:8])) + (f" and {len(wanted) - 8} more" if len(wanted) > 8 else "")
     culprits = [key for key, value in described.pairs if isinstance(key, str) and _needs(value)] if isinstance(described, Table) else []
     return (
         f"{path}: holds more than data: it needs {names}, and nothing is executed to read a file"

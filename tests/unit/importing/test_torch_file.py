@@ -271,3 +271,10 @@ def test_what_is_no_file(tmp_path: Path) -> None:
     for path in (tmp_path / "pipe.pt", tmp_path, Path("/dev/zero")):
         with pytest.raises(Refused, match="is no regular file"):
             read_torch_file(str(path))
+
+
+def test_B39_names_in_an_error_cannot_move_a_terminals_cursor(tmp_path: Path) -> None:
+    path = torch_zip(tmp_path / "a.pt", b"\x80\x02c\x1b[2Jos\nsys\x1btem\n.")
+    with pytest.raises(Refused, match=r"\\x1b\[2Jos\.sys\\x1btem") as error:
+        read_torch_file(str(path))
+    assert "\x1b" not in str(error.value)
