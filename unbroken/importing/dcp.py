@@ -65,8 +65,9 @@ class _Reader:
         described = describe_pickle(read_bytes(member(folder, METADATA, named_by=folder)), self._path)
         wanted = sorted({one.name for one in everything(described) if isinstance(one, Global)} - _KNOWN)
         if wanted:
+            needed = printable(", ".join(name[:100] for name in wanted[:8]))
             raise Refused(
-                f"{self._path}: needs {printable(', '.join(name[:100] for name in wanted[:8]))}, which DCP's own metadata do not, and nothing is "
+                f"{self._path}: needs {needed}, which DCP's own metadata do not, and nothing is "
                 f"executed to read them. Re-save it, in its own environment and only where you trust it:\n"
                 f"  from torch.distributed.checkpoint.format_utils import dcp_to_torch_save  # runs code out of the file\n"
                 f"  dcp_to_torch_save({folder!r}, {folder.rstrip('/') + '.pt'!r})"
