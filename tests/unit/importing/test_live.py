@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
+from tests.rigs.foreign_files import lightning_file, trainer_folder, training
 from tests.rigs.odd_tensors import bits
-from tests.unit.importing.test_foreign import lightning_file, trainer_folder, training
 from unbroken.capture.stack import Parts, Stack, keyed_parts
 from unbroken.capture.streams import Streams
 from unbroken.core.errors import LayoutMismatch

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import unbroken
+from tests.rigs.foreign_files import lightning_file, trainer_folder, training
 from tests.rigs.hostile import Strike
-from tests.unit.importing.test_foreign import lightning_file, trainer_folder, training
 from unbroken.core.errors import NoCheckpoint, Refused
 from unbroken.core.ports import arm
 
