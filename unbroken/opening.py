@@ -145,7 +145,7 @@ class Opening:
     def _load(self, asked: Plan) -> Plan:
         plan = self.start.load(self.link, asked, self._adopt)
         if self.config.start_from is not None:
-            plan = self._take_over(plan, self.config.start_from)
+            plan = take_over(self.start, plan, self.config.start_from, is_first=self.room is None)
         self._sheet = self._fact_sheet(plan)
         if plan.source != "fresh":
             self.start.compare(self.start.stored, self.facts())
@@ -158,19 +158,6 @@ class Opening:
         self.watching.start(self.link)
         self.moments["rollback"] = self.clock.monotonic()
         return plan
-
-    def _take_over(self, plan: Plan, spec: StartFrom) -> Plan:
-        """A fresh run begins with the state of its source; one that is there goes on, and that is said. What is then known of the birth."""
-        if plan.source != "fresh":
-            if self.room is None:
-                self.start.notes += (
-                    f"start_from={spec.source} is not used: this run is there already and goes on from its own step {plan.step}",
-                )
-            return plan
-        report = together(self.exchange, lambda: start_from(self.stack, spec, self.exchange.rank))
-        self.start.origin = report.facts()
-        self.start.notes += tuple(report.lines())
-        return msgspec.structs.replace(plan, options=plan.options | {"started_from": self.start.origin})
 
     def _require_finite(self) -> None:
         """ValueError where the state that a run is born with would be taken for poison later."""
@@ -360,6 +347,18 @@ class Opening:
             "/naming": (self.stack.naming(), "recorded", "logical", "framework"),
             "/anomalies": (self.config.anomalies.as_facts(), "compared", "logical", "scheduling"),
         }
+
+
+def take_over(start: Start, plan: Plan, spec: StartFrom, *, is_first: bool) -> Plan:
+    """A fresh run begins with the state of its source; one that is there goes on, and that is said. What is then known of the birth."""
+    if plan.source != "fresh":
+        ignored = f"start_from={spec.source} is not used: this run is there already and goes on from its own step {plan.step}"
+        start.notes += (ignored,) if is_first else ()
+        return plan
+    report = together(start.exchange, lambda: start_from(start.stack, spec, start.exchange.rank))
+    start.origin = report.facts()
+    start.notes += tuple(report.lines())
+    return msgspec.structs.replace(plan, options=plan.options | {"started_from": start.origin})
 
 
 def mebibytes(size: int) -> str:
