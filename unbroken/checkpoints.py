@@ -35,6 +35,7 @@ from unbroken.proof.replaying import Replayable, replayable
 from unbroken.store.log import replay_of
 from unbroken.store.paths import check_lineage
 from unbroken.store.repository import Part, Repository, VerifyReport, naming
+from unbroken.store.shards import merged
 from unbroken.store.tiers.disk import DiskTier, local_path
 
 if TYPE_CHECKING:
@@ -202,7 +203,7 @@ class Store:
             def use(commit: CommitEntry) -> Any:
                 if into is None:
                     return rebuild(reading.read_commit(repository, commit), adopt=True)
-                return load_into(reading.OnDemand(repository, commit), into, strict=strict, cast=cast)
+                return load_into(reading.on_demand(repository, commit), into, strict=strict, cast=cast)
 
             found = reading.newest_good(repository, use) if step is None else reading.exactly(repository, step, use)
         self._loaded = found.commit
@@ -494,7 +495,7 @@ class Archive:
         return found.value
 
     def variables(self, step: int | None = None) -> list[dict[str, Any]]:
-        """Every piece of a checkpoint, by name: what it is, its size and hash; rank pieces once per rank. Reads manifests only."""
+        """Every piece of a checkpoint, by name: what it is, its size and hash; rank pieces once per rank, shards as one tensor."""
         repository = self._fresh()
         with naming(self._root):
             commit = reading.newest_plausible(repository) if step is None else reading.commit_of(repository, step)
@@ -502,9 +503,8 @@ class Archive:
                 raise NoCheckpoint("no checkpoint has been committed here yet")
             manifests = repository.manifests(commit)
         seen: dict[tuple[str, int], StoredPiece] = {}
-        for manifest in manifests:
-            for stored in manifest.pieces:
-                seen.setdefault((stored.piece.pointer, -1 if stored.rank is None else stored.rank), stored)
+        for stored in merged(one for manifest in manifests for one in manifest.pieces):
+            seen.setdefault((stored.piece.pointer, -1 if stored.rank is None else stored.rank), stored)
         return [_described(seen[name]) for name in sorted(seen)]
 
     def diff(self, other: Archive | str | os.PathLike[str], step: int | None = None, other_step: int | None = None) -> Diff:

@@ -103,6 +103,8 @@ def make_branch(
     """
     check_name(name)
     base = reading.commit_of(source, step)
+    if base.kind == "sharded":
+        raise Refused(f"step {step} is a sharded checkpoint of torch.distributed.checkpoint, of which no branch can be made yet")
     manifests = reading.checked_manifests(source, base)
     changed = change_settings(_settings(source, manifests), settings) if settings else Changed({}, ())
     _require_free(Log.open(tier, name), name)

@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
+from unbroken.archive.joining import Joined
 from unbroken.core.errors import Damaged, NoCheckpoint, Permanent
 from unbroken.core.limits import SMALL_PIECE_BYTES
 from unbroken.core.os import boot_id, hostname, is_alive
@@ -78,12 +79,24 @@ def checked_manifests(repository: Repository, commit: CommitEntry) -> list[Manif
 def read_commit(repository: Repository, commit: CommitEntry, wanted: Wanted = logical) -> Pieces:
     """The wanted pieces by pointer, every chunk and piece digest verified. Damaged names the object. Cost: one read of their bytes."""
     manifests = checked_manifests(repository, commit)
+    if commit.kind == "sharded":
+        joined = Joined(repository, commit)
+        pieces = {pointer: joined.piece(pointer) for pointer in joined}
+        return {at: joined[at] for at, piece in pieces.items() if wanted(StoredPiece(piece=piece, size_bytes=0, digest="", extents=()))}
     found: Pieces = {}
     for manifest in manifests:
         selected = [s for s in manifest.pieces if wanted(s) and s.piece.pointer not in found]
         for stored, data in repository.read_pieces(manifest, selected):
             found[stored.piece.pointer] = (stored.piece, data)
     return found
+
+
+def on_demand(repository: Repository, commit: CommitEntry) -> Mapping[str, tuple[Piece, Buffer]]:
+    """The state of a commit by pointer; large pieces are read, and verified, each time they are asked for."""
+    if commit.kind != "sharded":
+        return OnDemand(repository, commit)
+    checked_manifests(repository, commit)
+    return Joined(repository, commit)
 
 
 class OnDemand(Mapping[str, tuple[Piece, Buffer]]):

@@ -10,13 +10,23 @@ from unbroken.archive.reading import PassedOver
 from unbroken.core.errors import Fenced, Refused, SaveFailed
 from unbroken.core.os import boot_id, hostname
 from unbroken.core.ports import Clock, Nonces, failpoint
-from unbroken.core.records import BeginRecord, CommitEntry, Generation, RootRecord, RunFacts, Writer
+from unbroken.core.records import BeginRecord, CommitEntry, Generation, Manifest, ManifestRef, RootRecord, RunFacts, Writer
 from unbroken.store import paths
 from unbroken.store.journal import JournalWriter
 from unbroken.store.lease import WriterLease
 from unbroken.store.lineages import require_log
+from unbroken.store.manifests import check_cut
 from unbroken.store.repository import Part, Repository
 from unbroken.store.tiers.disk import DiskTier
+
+_WRITERS = {"store": "a Store", "dcp": "torch.distributed.checkpoint"}
+
+
+def _foreign(root: str, there: str, kind: str) -> str:
+    """Why a folder that others write is not written."""
+    if there:
+        return f"{root} is written by {_WRITERS.get(there, repr(there))}, not by {_WRITERS[kind]}: use another folder for it"
+    return f"{root} holds a training run, whose history {_WRITERS[kind]} would fork: use another folder for it"
 
 
 class DiskSaveFailed(SaveFailed, OSError):
@@ -54,13 +64,19 @@ class Saving:
 
     @classmethod
     def open(
-        cls, tier: DiskTier, clock: Clock, nonces: Nonces, lineage: str = paths.MAIN, facts: Mapping[str, Any] | None = None
+        cls,
+        tier: DiskTier,
+        clock: Clock,
+        nonces: Nonces,
+        lineage: str = paths.MAIN,
+        kind: str = "store",
+        facts: Mapping[str, Any] | None = None,
     ) -> Saving:
         """Take the lease and open or create the run, which is born with `facts`.
 
         Raises Fenced naming the holder, ForeignFolder, NewerFormat, OSError.
 
-        NoCheckpoint where the log has lost the checkpoints that lie here.
+        NoCheckpoint where the log has lost the checkpoints that lie here. `kind` stands among the facts of birth: who writes such a folder.
         """
         Repository.exists(tier)  # a foreign folder must not get so much as a lock file from us
         if lineage != paths.MAIN:
@@ -70,11 +86,11 @@ class Saving:
         try:
             if Repository.exists(tier):
                 repository = Repository.open(tier, lineage)
-                if repository.facts.options.get("writer") != "store":
-                    raise Refused(f"{tier.root} holds a training run, whose history a Store would fork: use another folder for it")
+                if repository.facts.options.get("writer") != kind:
+                    raise Refused(_foreign(tier.root, str(repository.facts.options.get("writer", "")), kind))
                 require_log(repository.log)
             else:
-                options = {"writer": "store", **(facts or {})}
+                options = {"writer": kind, **(facts or {})}
                 repository = Repository.create(tier, RunFacts(run_id=nonces.nonce(), created=clock.utc(), options=options))
         except BaseException:  # raised again: whatever it was, the folder must not stay taken
             lease.release()
@@ -95,35 +111,52 @@ class Saving:
     def save(self, step: int, parts: Sequence[Part], milestone: bool, base: CommitEntry | None, loaded_root: str) -> None:
         """Write and commit one checkpoint. With `base` the steps beyond it are left behind. After an error a new generation is begun."""
         try:
-            if base is not None or self._journal is None:
-                last = base or self.last
-                if last is not None and last.step > step:
-                    raise Refused(f"step {step} does not follow step {last.step}: the save that was to go back before it has failed")
-                self._begin(last, loaded_root)
-            assert self._generation is not None and self._journal is not None
-            manifest, ref = self.repository.write(
+            generation = self.prepare(step, base, loaded_root)
+            written = self.repository.write(
                 step=step,
-                generation=self._generation.number,
-                nonce=self._generation.nonce,
+                generation=generation.number,
+                nonce=generation.nonce,
                 node=0,
                 world_size=1,
                 logical=parts,
                 per_rank={0: ()},
             )
-            self._journal.add(RootRecord(step=step, state_root=manifest.state_root, rank_roots=manifest.rank_roots))
-            self._journal.sync()
-            failpoint("saving.before_commit")
-            self.repository.commit(
-                manifests=[(manifest, ref)],
-                milestone=milestone,
-                journal_head=self._journal.head,
-                journal_lines=self._journal.num_lines,
-                writer=self._writer,
-                clock=self._clock,
-            )
+            self.publish(step, [written], milestone)
         except BaseException:  # raised again: the next save must not go on in a journal of which nobody knows what it holds
-            self._journal = None
+            self.give_up()
             raise
+
+    def prepare(self, step: int, base: CommitEntry | None, loaded_root: str, world_size: int = 1) -> Generation:
+        """The generation to write this step in: the open one, or a new one after an error, on another base or for other ranks."""
+        is_fit = self._generation is not None and self._generation.world_size == world_size
+        if base is not None or self._journal is None or not is_fit:
+            last = base or self.last
+            if last is not None and last.step > step:
+                raise Refused(f"step {step} does not follow step {last.step}: the save that was to go back before it has failed")
+            self._begin(last, loaded_root, world_size)
+        assert self._generation is not None
+        return self._generation
+
+    def publish(self, step: int, manifests: Sequence[tuple[Manifest, ManifestRef]], milestone: bool) -> CommitEntry:
+        """Make one checkpoint of what has been written in the open generation."""
+        assert self._journal is not None, "nothing is prepared"
+        rank_roots = {rank: root for manifest, _ in manifests for rank, root in zip(manifest.ranks, manifest.rank_roots, strict=True)}
+        state_root = check_cut([manifest for manifest, _ in manifests])
+        self._journal.add(RootRecord(step=step, state_root=state_root, rank_roots=tuple(rank_roots[rank] for rank in sorted(rank_roots))))
+        self._journal.sync()
+        failpoint("saving.before_commit")
+        return self.repository.commit(
+            manifests=manifests,
+            milestone=milestone,
+            journal_head=self._journal.head,
+            journal_lines=self._journal.num_lines,
+            writer=self._writer,
+            clock=self._clock,
+        )
+
+    def give_up(self) -> None:
+        """What was begun has failed: the next save begins a new generation, and what lies there of this one is rubbish."""
+        self._journal = None
 
     def collect(self, keep: int) -> None:
         """Remove what retention no longer keeps. A failure is a note: what stays is removed by a later collection."""
@@ -146,13 +179,18 @@ class Saving:
         """Let the folder go."""
         self._lease.release()
 
-    def _begin(self, base: CommitEntry | None, loaded_root: str) -> None:
+    @property
+    def is_held(self) -> bool:
+        """False once this process has let the folder go."""
+        return self._lease.is_held
+
+    def _begin(self, base: CommitEntry | None, loaded_root: str, world_size: int) -> None:
         generation = self.repository.open_generation(
             base_step=base.step if base is not None else 0,
             base_root=base.state_root if base is not None else "",
             source="disk" if base is not None else "fresh",
             nonce=self._nonces.nonce(),
-            world_size=1,
+            world_size=world_size,
             writer=self._writer,
             clock=self._clock,
         )
@@ -162,7 +200,7 @@ class Saving:
             base_step=generation.base_step,
             source="disk" if base is not None else "fresh",
             loaded_root=loaded_root if base is not None and loaded_root == base.state_root else "",
-            world_size=1,
+            world_size=world_size,
             time_s=self._clock.monotonic(),
         )
         journal.add(begin)

@@ -8,9 +8,10 @@ Cost: one pass, 6-8 GB/s per core.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from blake3 import blake3
+from msgspec import UNSET
 
 from unbroken.core.limits import LEAF_BYTES
 from unbroken.core.ports import Buffer
@@ -54,9 +55,13 @@ def text_digest(*parts: str | bytes) -> str:
 def _root(tag: bytes, pieces: Iterable[tuple[Piece, str]]) -> str:
     hasher = blake3(tag)
     for piece, value in sorted(pieces, key=lambda item: item[0].pointer):
-        shape = ",".join(map(str, piece.shape))
-        hasher.update(bytes.fromhex(text_digest(piece.pointer, piece.dtype, shape, bytes.fromhex(value))))
+        place = () if piece.offsets is UNSET or piece.global_shape is UNSET else (_text(piece.global_shape), _text(piece.offsets))
+        hasher.update(bytes.fromhex(text_digest(piece.pointer, piece.dtype, _text(piece.shape), *place, bytes.fromhex(value))))
     return hasher.hexdigest()
+
+
+def _text(numbers: Sequence[int]) -> str:
+    return ",".join(map(str, numbers))
 
 
 def state_root(pieces: Iterable[tuple[Piece, str]]) -> str:

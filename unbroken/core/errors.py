@@ -48,6 +48,9 @@ class Unsound(CheckFailed):
         super().__init__("; ".join(faults))
         self.faults = faults
 
+    def __reduce__(self) -> tuple[type[Unsound], tuple[list[str]]]:
+        return type(self), (self.faults,)
+
 
 class Damaged(CheckFailed):
     """Stored bytes do not match what was written. `path` names the object, `reason` what is wrong with it."""
@@ -56,6 +59,9 @@ class Damaged(CheckFailed):
         super().__init__(f"{path}: {reason}")
         self.path = path
         self.reason = reason
+
+    def __reduce__(self) -> tuple[type[Damaged], tuple[str, str]]:
+        return type(self), (self.path, self.reason)  # other libraries send errors from rank to rank
 
 
 class NoCheckpoint(UnbrokenError):
@@ -125,6 +131,10 @@ class MissingExtra(ImportError):
 
     def __init__(self, package: str, extra: str) -> None:
         super().__init__(f"this needs {package}: pip install 'unbroken[{extra}]'")
+        self._names = package, extra
+
+    def __reduce__(self) -> tuple[type[MissingExtra], tuple[str, str]]:
+        return type(self), self._names
 
 
 class StepLost(RuntimeError):

@@ -33,6 +33,7 @@ class Piece(Struct, frozen=True, kw_only=True):
 
     `dtype` is a torch dtype name ("float32", "bfloat16") or a typed scalar or container ("py:int", "py:dict", "alias", ...);
     `shape` counts elements, () for scalars; the bytes are little-endian, contiguous, in logical order.
+    A piece with `offsets` is a shard: the box of `shape` that begins there in a tensor of `global_shape`.
     """
 
     pointer: Pointer
@@ -43,6 +44,8 @@ class Piece(Struct, frozen=True, kw_only=True):
     layer: Layer = "framework"
     kind: str = "value"
     captured: str = "boundary"
+    global_shape: tuple[Count, ...] | UnsetType = UNSET
+    offsets: tuple[Count, ...] | UnsetType = UNSET
 
 
 class Placed(Struct, frozen=True, kw_only=True):
@@ -103,6 +106,7 @@ class Manifest(Struct, frozen=True, kw_only=True):
     """All pieces that one node contributes to a checkpoint. Immutable; carries its generation's nonce.
 
     `state_root` covers the logical restored pieces, `rank_roots[i]` the restored rank pieces of global rank `ranks[i]`.
+    `partial`: the logical pieces here are only this node's part of them; those of all nodes together are the state.
     """
 
     step: Count
@@ -115,6 +119,47 @@ class Manifest(Struct, frozen=True, kw_only=True):
     rank_roots: tuple[Digest, ...]
     chunks: tuple[ChunkRef, ...]
     pieces: tuple[StoredPiece, ...]
+    partial: Literal[True] | UnsetType = UNSET
+
+
+class ShardRef(Struct, frozen=True, array_like=True):
+    """A box of a tensor and the node whose manifest holds it, in one or more pieces; an empty box is held by nobody (-1)."""
+
+    offsets: tuple[Count, ...]
+    shape: tuple[Count, ...]
+    node: Annotated[int, Meta(ge=-1)]
+
+
+class TensorEntry(Struct, frozen=True, kw_only=True, tag="tensor"):
+    """One tensor of a sharded state, by the flat name that torch's planner gave it; its pieces lie beneath `/state/<name>`.
+
+    `path` are the keys and list indices that lead to it in the nested state, where that is known. The last four fields are torch's.
+    """
+
+    name: Pointer
+    path: tuple[str | int, ...] | None
+    dtype: str
+    shape: tuple[Count, ...]
+    shards: tuple[ShardRef, ...]
+    layout: str = "strided"
+    memory_format: str = "contiguous_format"
+    requires_grad: bool = False
+    pin_memory: bool = False
+
+
+class ValueEntry(Struct, frozen=True, kw_only=True, tag="value"):
+    """Anything else in a sharded state: the tree of pieces at `/state/<name>` in the manifest of `node`."""
+
+    name: Pointer
+    path: tuple[str | int, ...] | None
+    node: Count
+
+
+class StateIndex(Struct, frozen=True, kw_only=True):
+    """What a sharded state is made of and who wrote it: the JSON in the piece `/index` of its last manifest. No two steps share one."""
+
+    step: Count
+    entries: tuple[TensorEntry | ValueEntry, ...]
 
 
 class ManifestRef(Struct, frozen=True, kw_only=True):
@@ -163,14 +208,15 @@ class GenerationEntry(Struct, frozen=True, kw_only=True, tag="generation"):
 class CommitEntry(Struct, frozen=True, kw_only=True, tag="commit"):
     """Makes a checkpoint visible. But for `time` a pure function of the manifests and of the journal up to it.
 
-    `kind`: "incremental" where something in it is stored as a difference from an older checkpoint.
+    `kind`: "incremental" where something in it is stored as a difference from an older checkpoint; "sharded" where its manifests are
+    partial.
     `time` is UTC, for people; "" in entries of older writers. `journal_head` is the chain value of the journal line of `step`;
     `journal_lines` how many lines precede and include it.
     """
 
     step: Count
     generation: Count
-    kind: Literal["full", "incremental"] = "full"
+    kind: Literal["full", "incremental", "sharded"] = "full"
     milestone: bool = False
     manifests: tuple[ManifestRef, ...]
     state_root: Digest

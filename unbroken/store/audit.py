@@ -121,7 +121,8 @@ class _Audit:
             found |= self._manifest(manifest)
         if not found:
             try:
-                check_cut(manifests)
+                if check_cut(manifests) != commit.state_root:
+                    found[commit.manifests[0].path] = "with the other manifests it does not give the state root of their commit"
             except Damaged as e:
                 found[e.path] = e.reason
         if found:

@@ -12,6 +12,7 @@ from unbroken.store import paths
 from unbroken.store.chains import Located, locate
 from unbroken.store.log import Key, key_of, visible
 from unbroken.store.manifests import load_manifest
+from unbroken.store.paths import manifest_name
 
 
 class Known(NamedTuple):
@@ -27,6 +28,7 @@ class Catalog:
     def __init__(self, tier: Tier) -> None:
         self._tier = tier
         self._chunks: dict[Key, tuple[Located, ...]] = {}
+        self._of_node: dict[tuple[Key, int], tuple[Located, ...]] = {}
 
     def put(self, key: Key, manifests: Iterable[Manifest]) -> None:
         """Remember a commit just made, so that its manifests need not be read back."""
@@ -35,6 +37,7 @@ class Catalog:
     def forget_others(self, keys: Collection[Key]) -> None:
         """Drop what belongs to none of these commits."""
         self._chunks = {key: chunks for key, chunks in self._chunks.items() if key in keys}
+        self._of_node = {name: chunks for name, chunks in self._of_node.items() if name[0] in keys}
 
     def chunks(self, commit: CommitEntry) -> tuple[Located, ...]:
         """All chunks of a commit, bases too. Raises Damaged when one of its manifests is."""
@@ -43,14 +46,24 @@ class Catalog:
             self.put(key, (load_manifest(self._tier, ref, commit) for ref in commit.manifests))
         return self._chunks[key]
 
+    def _own_chunks(self, commit: CommitEntry, node: int) -> tuple[Located, ...]:
+        """Those of the manifest that this node wrote, none if it wrote none."""
+        name = (key_of(commit), node)
+        if name not in self._of_node:
+            refs = [ref for ref in commit.manifests if (of := manifest_name(ref.path)) is not None and of.node == node]
+            manifests = [load_manifest(self._tier, ref, commit) for ref in refs]
+            self._of_node[name] = tuple(chunk for manifest in manifests for chunk in locate(manifest.chunks))
+        return self._of_node[name]
+
     def packs(self, commit: CommitEntry) -> set[str]:
         """The packs that a commit needs. Raises Damaged when one of its manifests is."""
         return {chunk.ref.pack for chunk in self.chunks(commit)}
 
-    def index(self, state: LogState, elsewhere: Collection[str] = ()) -> dict[str, Known]:
+    def index(self, state: LogState, elsewhere: Collection[str] = (), node: int | None = None) -> dict[str, Known]:
         """By id, the chunks of visible commits that lie whole in packs never condemned, here or `elsewhere`. One size call per pack.
 
-        Of several that hold the same bytes the one that is read with the fewest others counts.
+        Of several that hold the same bytes the one that is read with the fewest others counts. With `node` only what this node wrote:
+        many nodes that save together must not each read the manifests of all.
         """
         condemned = condemned_objects(state) | set(elsewhere)
         sizes: dict[str, int] = {}
@@ -64,7 +77,7 @@ class Catalog:
         result: dict[str, Known] = {}
         for commit in visible(state):
             try:
-                chunks = self.chunks(commit)
+                chunks = self.chunks(commit) if node is None else self._own_chunks(commit, node)
             except Damaged:  # safe: its chunks are only written anew; whoever reads this commit gets the error
                 continue
             for chunk in chunks:

@@ -57,6 +57,11 @@ class Holds:
             if hold is not None:
                 self.doomed |= hold.own
 
+    def let_go(self) -> None:
+        """Another process commits, or gives up, what was written here."""
+        self._written.clear()
+        self.doomed.clear()
+
     def borrowed(self) -> set[Key]:
         """Commits that must stay."""
         return {key for hold in self._all() for key in hold.borrowed}

@@ -45,7 +45,7 @@ def read_pieces(tier: Tier, manifest: Manifest, wanted: Iterable[StoredPiece]) -
     leaves: list[bytes] = []
     for stored, chunk, view in ahead(arrivals) if sum(s.size_bytes for s in in_order) >= AHEAD_BYTES else arrivals:
         if chunk is None or view is None:
-            yield stored, _assemble(stored, chunks)
+            yield stored, assemble(stored, chunks)
             continue
         of_chunk = chunk_leaves(view[: chunk.raw_bytes])
         if join_leaves(of_chunk) != chunk.id:
@@ -155,9 +155,15 @@ class Chunks:
             self._kept.popitem(last=False)
 
 
-def _assemble(stored: StoredPiece, chunks: Chunks) -> Buffer:
+def check_claim(stored: StoredPiece, chunks: Chunks) -> None:
+    """Raises Damaged for a piece that names bytes more than once, by which a small file can claim any size, unless its digest is right."""
     if _is_repeating(stored) and _streamed_digest(stored, chunks) != stored.digest:
         raise Damaged(chunks.refs[stored.extents[0].chunk].pack, f"piece {stored.piece.pointer} does not match its digest")
+
+
+def assemble(stored: StoredPiece, chunks: Chunks) -> Buffer:
+    """A piece's bytes, verified."""
+    check_claim(stored, chunks)
     memory = fresh(stored.size_bytes) if stored.size_bytes >= OWN_PAGES_BYTES else bytearray(stored.size_bytes)
     piece, start, leaves = memoryview(memory)[: stored.size_bytes], 0, []
     for extent in stored.extents:

@@ -16,7 +16,7 @@ from unbroken.core.limits import LOG_SUMMARY_EVERY
 from unbroken.core.ports import Clock, Tier, failpoint
 from unbroken.core.records import BranchEntry, CommitEntry, CondemnEntry, Entry, Generation, GenerationEntry, LogEntry, LogState, Writer
 from unbroken.store import paths
-from unbroken.store.sealed import FORMAT, PLAIN_FORMAT, read_bounded, seal, unseal
+from unbroken.store.sealed import ENCODED_FORMAT, PLAIN_FORMAT, SHARDED_FORMAT, read_bounded, seal, unseal
 
 _MAX_LOST_SLOTS = 1000
 _MAX_PRUNED = 1024
@@ -332,7 +332,8 @@ class Log:
 def _format_of(line: LogEntry) -> int:
     """A commit of a kind that the first version does not know makes its entry, and any summary it is in, unreadable to that one."""
     commits = (line.summary.commits if line.summary is not None else ()) + ((line.entry,) if isinstance(line.entry, CommitEntry) else ())
-    return PLAIN_FORMAT if all(commit.kind == "full" for commit in commits) else FORMAT
+    formats = {"full": PLAIN_FORMAT, "incremental": ENCODED_FORMAT, "sharded": SHARDED_FORMAT}
+    return max((formats[commit.kind] for commit in commits), default=PLAIN_FORMAT)
 
 
 def _with_lineage(line: LogEntry, lineage: tuple[Generation, ...]) -> LogEntry:

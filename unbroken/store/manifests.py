@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Literal
 
 from msgspec import UNSET
 
@@ -17,6 +18,7 @@ from unbroken.core.records import ChunkRef, CommitEntry, Manifest, ManifestRef, 
 from unbroken.store import paths
 from unbroken.store.packs import ALIGN_BYTES, MAX_CHUNK_BYTES
 from unbroken.store.sealed import read_bounded, unseal
+from unbroken.store.shards import check_partials, check_shard
 
 
 def roots(pieces: Iterable[StoredPiece], ranks: Sequence[int]) -> tuple[str, tuple[str, ...]]:
@@ -51,12 +53,13 @@ def check_manifest(manifest: Manifest, path: str) -> None:
             raise Damaged(path, f"piece {stored.piece.pointer!r} of rank {stored.rank} is there twice or has the wrong scope")
         seen.add(name)
         _check_extents(stored, manifest.chunks, path)
+        check_shard(stored, path)
     if roots(manifest.pieces, ranks) != (manifest.state_root, manifest.rank_roots):
         raise Damaged(path, "the roots do not follow from the pieces' digests")
 
 
-def load_manifest(tier: Tier, ref: ManifestRef, commit: CommitEntry) -> Manifest:
-    """The manifest that a commit names, verified. Raises Damaged, NewerFormat, Transient."""
+def load_written(tier: Tier, ref: ManifestRef, whoever: str) -> Manifest:
+    """The manifest that `ref` names, checked in itself only. Raises Damaged, NewerFormat, Transient."""
     if paths.manifest_name(ref.path) is None:
         raise Damaged(ref.path, "is not the name of a manifest")
     try:
@@ -64,16 +67,27 @@ def load_manifest(tier: Tier, ref: ManifestRef, commit: CommitEntry) -> Manifest
     except FileNotFoundError:
         raise Damaged(ref.path, "missing") from None
     if len(raw) != ref.size_bytes or digest(raw) != ref.digest:
-        raise Damaged(ref.path, f"is not the file that the commit of step {commit.step} names")
+        raise Damaged(ref.path, f"is not the file that {whoever} names")
     manifest = unseal("manifest", raw, Manifest, ref.path)
     check_manifest(manifest, ref.path)
-    if (manifest.step, manifest.generation, manifest.state_root) != (commit.step, commit.generation, commit.state_root):
+    return manifest
+
+
+def load_manifest(tier: Tier, ref: ManifestRef, commit: CommitEntry) -> Manifest:
+    """The manifest that a commit names, verified. Raises Damaged, NewerFormat, Transient."""
+    manifest = load_written(tier, ref, f"the commit of step {commit.step}")
+    is_sharded = manifest.partial is not UNSET
+    has_root = is_sharded or manifest.state_root == commit.state_root
+    if (manifest.step, manifest.generation, is_sharded) != (commit.step, commit.generation, commit.kind == "sharded") or not has_root:
         raise Damaged(ref.path, f"belongs to step {manifest.step} of generation {manifest.generation} or has another state root")
     return manifest
 
 
-def check_cut(manifests: Sequence[Manifest]) -> None:
-    """Raises Damaged unless the manifests are one consistent cut: same step, generation and root everywhere, every rank once (I5)."""
+def check_cut(manifests: Sequence[Manifest]) -> str:
+    """The state root of one consistent cut. Raises Damaged unless they are one: same step, generation and root, every rank once (I5).
+
+    Of a sharded state each manifest has a part: then the root is that of all of them together.
+    """
     if not manifests:
         raise ValueError("a commit needs at least one manifest")
     first = manifests[0]
@@ -81,30 +95,45 @@ def check_cut(manifests: Sequence[Manifest]) -> None:
     for m in manifests[1:]:
         if (m.step, m.generation, m.nonce, m.world_size) != (first.step, first.generation, first.nonce, first.world_size):
             raise Damaged(name, f"nodes {first.node} and {m.node} froze different steps or generations: not a consistent cut")
-        if m.state_root != first.state_root:
+        if m.partial != first.partial:
+            raise Damaged(name, f"nodes {first.node} and {m.node}: one has all of the state, the other a part of it")
+        if m.partial is UNSET and m.state_root != first.state_root:
             raise Damaged(name, f"nodes {first.node} and {m.node} have different state roots")
     ranks = sorted(rank for m in manifests for rank in m.ranks)
     if ranks != list(range(first.world_size)):
         raise Damaged(name, f"snapshots of ranks {ranks[:16]} where each of 0..{first.world_size - 1} must be there once")
+    return first.state_root if first.partial is UNSET else check_partials(manifests, name)
 
 
 def commit_entry(
-    manifests: Sequence[tuple[Manifest, ManifestRef]], milestone: bool, journal_head: str, journal_lines: int, time: str
+    manifests: Sequence[tuple[Manifest, ManifestRef]],
+    state_root: str,
+    *,
+    milestone: bool,
+    journal_head: str,
+    journal_lines: int,
+    time: str,
 ) -> CommitEntry:
     """The commit of a consistent cut: nothing but the manifests, the journal up to it and the time decide what it says."""
     first = manifests[0][0]
     return CommitEntry(
         step=first.step,
         generation=first.generation,
-        kind="incremental" if any(c.base is not UNSET for manifest, _ in manifests for c in manifest.chunks) else "full",
+        kind=_kind([manifest for manifest, _ in manifests]),
         milestone=milestone,
         manifests=tuple(ref for _, ref in sorted(manifests, key=lambda pair: pair[0].node)),
-        state_root=first.state_root,
+        state_root=state_root,
         size_bytes=sum(stored.size_bytes for manifest, _ in manifests for stored in manifest.pieces),
         journal_head=journal_head,
         journal_lines=journal_lines,
         time=time,
     )
+
+
+def _kind(manifests: Sequence[Manifest]) -> Literal["full", "incremental", "sharded"]:
+    if manifests[0].partial is not UNSET:
+        return "sharded"
+    return "incremental" if any(c.base is not UNSET for manifest in manifests for c in manifest.chunks) else "full"
 
 
 def is_cut_at_leaves(stored: StoredPiece, chunks: Sequence[ChunkRef]) -> bool:

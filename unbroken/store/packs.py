@@ -96,7 +96,7 @@ def write_packs(
 ) -> dict[int, ChunkRef]:
     """Store all chunks, in packs of about PACK_BYTES, durable on return; where each lies, by number. Memory: one chunk at a time.
 
-    `number`: the format of the packs; encoded chunks need sealed.FORMAT.
+    `number`: the format of the packs; encoded chunks need sealed.ENCODED_FORMAT.
     """
     refs: dict[int, ChunkRef] = {}
     waiting = next(chunks, None)

@@ -44,6 +44,7 @@ class ManifestName(NamedTuple):
     step: int
     generation: int
     origin: str
+    node: int
 
 
 def is_lineage(name: str) -> bool:
@@ -105,7 +106,7 @@ def manifest(step: int, generation: int, nonce: str, node: int) -> str:
 def manifest_name(path: str) -> ManifestName | None:
     """What the name of a manifest says, None for a stray."""
     match = _MANIFEST.fullmatch(path)
-    return None if match is None else ManifestName(int(match[1]), int(match[2]), match[3][:16])
+    return None if match is None else ManifestName(int(match[1]), int(match[2]), match[3][:16], int(match[4]))
 
 
 def pack(nonce: str) -> str:

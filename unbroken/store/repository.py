@@ -32,7 +32,7 @@ from unbroken.store.deltas import Encoder, Encoding
 from unbroken.store.fence import Base, check_base, check_basis, check_borrowed, check_collector, check_writer
 from unbroken.store.holds import Hold, Holds
 from unbroken.store.journal import durable_head
-from unbroken.store.layout import Look, Part
+from unbroken.store.layout import AnyPart, Look, Part
 from unbroken.store.lineages import OtherLineages, require_lineage
 from unbroken.store.loading import read_pieces
 from unbroken.store.log import Key, Log, key_of, newest_generation, newest_number, visible
@@ -135,7 +135,8 @@ class Repository:
     def manifests(self, commit: CommitEntry) -> list[Manifest]:
         """The commit's manifests, verified. Raises Damaged naming the file."""
         manifests = [load_manifest(self.tier, ref, commit) for ref in commit.manifests]
-        check_cut(manifests)
+        if check_cut(manifests) != commit.state_root:
+            raise Damaged(f"checkpoint of step {commit.step}", "its state root does not follow from its manifests")
         self._remember(commit, manifests)
         return manifests
 
@@ -151,28 +152,36 @@ class Repository:
         nonce: str,
         node: int,
         world_size: int,
-        logical: Sequence[Part],
-        per_rank: Mapping[int, Sequence[Part]],
+        logical: Sequence[AnyPart],
+        per_rank: Mapping[int, Sequence[AnyPart]],
         look: Look | None = None,
         encoding: Encoding | None = None,
+        partial: bool = False,
     ) -> tuple[Manifest, ManifestRef]:
         """Store one node's share of a checkpoint: new chunks in packs, then the manifest, all durable on return; not yet visible.
 
         Chunks of visible commits are referenced, not written. Cost: one hash pass (6-8 GB/s) and the new bytes' sequential write; memory
         two chunks. With `encoding` chunks are made smaller, as such or against the newest visible checkpoint of an earlier step.
+        `partial`: `logical` is only this node's part of the state; then its chunks are cut fine, and compared with its own older ones only.
         After an error everything written here is removed again. Raises StoreError with the OS error as its cause, and Unsound where
         `look` finds faults in logical pieces.
         """
         whose = Share(step, generation, nonce, node, world_size)
         with self._lock:
-            index = self._catalog.index(self.log.state, self._others.condemned())
+            index = self._catalog.index(self.log.state, self._others.condemned(), node if partial else None)
             hold = Hold(step, generation, borrowed={known.key for known in index.values()})
             base = next((c for c in reversed(self.visible()) if c.step < step), None) if encoding is not None else None
             hold.borrowed |= {key_of(base)} if base is not None else set()
             self._holds.begin(hold)
         encoder = None if encoding is None else self._encoder(encoding, base)
         origin = self._origin(generation, nonce)
-        return self._writing.write(whose, logical, per_rank, index=index, hold=hold, origin=origin, look=look, encoder=encoder)
+        try:
+            return self._writing.write(
+                whose, logical, per_rank, index=index, hold=hold, origin=origin, look=look, encoder=encoder, partial=partial
+            )
+        finally:
+            if partial and self._opened is None:
+                self._hand_over()
 
     def derive(self, base: Manifest, changed: Sequence[Part], generation: Generation) -> tuple[Manifest, ManifestRef]:
         """Store `base`, another lineage's, as a share of a checkpoint of ours with some logical pieces changed; not yet visible.
@@ -199,9 +208,9 @@ class Repository:
         Raises Damaged unless the manifests are one consistent cut; Fenced when this generation may write no longer; Transient when chunks
         it wanted to reuse were withdrawn meanwhile: write the snapshot again.
         """
-        check_cut([manifest for manifest, _ in manifests])
+        root = check_cut([manifest for manifest, _ in manifests])
         first = manifests[0][0]
-        entry = commit_entry(manifests, milestone, journal_head, journal_lines, clock.utc())
+        entry = commit_entry(manifests, root, milestone=milestone, journal_head=journal_head, journal_lines=journal_lines, time=clock.utc())
 
         def make(state: LogState) -> CommitEntry:
             check_writer(state, first, self._opened)
@@ -283,6 +292,12 @@ class Repository:
     def verify(self) -> VerifyReport:
         """Recompute every digest and root of everything that is not condemned from the stored bytes. Cost: reads it all once."""
         return verify(self.tier, self.lineage)
+
+    def _hand_over(self) -> None:
+        """Another process commits what is written here, or gives it up: nothing of it need be held."""
+        with self._lock:
+            self._holds.let_go()
+            self._catalog.forget_others({key_of(c) for c in self.log.state.commits})
 
     def _encoder(self, encoding: Encoding, base: CommitEntry | None) -> Encoder:
         if base is not None:

@@ -17,11 +17,17 @@ from unbroken.core.errors import Damaged, NewerFormat, Permanent
 from unbroken.core.limits import MAX_JSON_BYTES
 from unbroken.core.ports import Tier
 
-FORMAT = 2
+FORMAT = 3
 """The newest that this version reads."""
 
+SHARDED_FORMAT = 3
+"""What is written of sharded states."""
+
+ENCODED_FORMAT = 2
+"""What is written with differences and codecs."""
+
 PLAIN_FORMAT = 1
-"""What is written of everything that the first version can read, too: all without differences and codecs."""
+"""What is written of everything that the first version can read, too: all but the above."""
 
 BROKEN_INPUT = (msgspec.MsgspecError, ValueError, RecursionError)
 """What decoding hostile JSON may raise."""

@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 import msgspec
+from msgspec import UNSET
 
 from unbroken.codec.digest import digest
 from unbroken.codec.planes import IDENTITY
@@ -20,11 +21,11 @@ from unbroken.store.catalog import Known
 from unbroken.store.chains import Located, tabulate
 from unbroken.store.deltas import Encoder
 from unbroken.store.holds import Hold, Holds
-from unbroken.store.layout import Layout, Look, Part
+from unbroken.store.layout import FINE, AnyPart, Layout, Look, Part
 from unbroken.store.log import Key
 from unbroken.store.manifests import check_manifest, roots
 from unbroken.store.packs import Chunk, Origin, write_packs
-from unbroken.store.sealed import FORMAT, PLAIN_FORMAT, seal
+from unbroken.store.sealed import ENCODED_FORMAT, PLAIN_FORMAT, SHARDED_FORMAT, seal
 
 AHEAD_BYTES = 16 << 20
 """From this size on chunks are hashed and encoded in one thread and written in another."""
@@ -52,24 +53,25 @@ class Writing:
     def write(
         self,
         whose: Share,
-        logical: Sequence[Part],
-        per_rank: Mapping[int, Sequence[Part]],
+        logical: Sequence[AnyPart],
+        per_rank: Mapping[int, Sequence[AnyPart]],
         *,
         index: Mapping[str, Known],
         hold: Hold,
         origin: Origin,
         look: Look | None = None,
         encoder: Encoder | None = None,
+        partial: bool = False,
     ) -> tuple[Manifest, ManifestRef]:
         """Parts of which `index` knows chunks already are referenced there. Unsound, with nothing kept, where `look` found faults."""
 
         def make() -> Manifest:
-            layout = Layout(logical, per_rank, look)
+            layout = Layout(logical, per_rank, look, FINE if partial else None)
             chunks = self._store_chunks(layout, index, hold, origin, encoder)
             if layout.faults:
                 raise Unsound(list(layout.faults))
             table, first = tabulate(chunks)
-            return _manifest(whose, tuple(sorted(per_rank)), table, [_moved(stored, first) for stored in layout.pieces])
+            return _manifest(whose, tuple(sorted(per_rank)), table, [_moved(stored, first) for stored in layout.pieces], partial)
 
         return self._keep(make, hold, origin)
 
@@ -132,7 +134,7 @@ class Writing:
             return path
 
         chunks = unknown() if layout.size_bytes < AHEAD_BYTES else ahead(unknown())
-        written = write_packs(self._tier, chunks, origin, new_path, PLAIN_FORMAT if encoder is None else FORMAT)
+        written = write_packs(self._tier, chunks, origin, new_path, PLAIN_FORMAT if encoder is None else ENCODED_FORMAT)
         failpoint("store.write.after_packs")
         found |= {number: Located(ref, bases.get(number)) for number, ref in written.items()}
         if bases and encoder is not None:
@@ -144,7 +146,7 @@ class Writing:
     def _store_manifest(self, manifest: Manifest, hold: Hold, origin: Origin) -> ManifestRef:
         path = paths.manifest(manifest.step, manifest.generation, self._name(origin), manifest.node)
         check_manifest(manifest, path)
-        raw = seal("manifest", manifest, PLAIN_FORMAT if all(chunk.codec == IDENTITY for chunk in manifest.chunks) else FORMAT)
+        raw = seal("manifest", manifest, _format_of(manifest))
         with self._lock:
             hold.own.add(path)
         self._tier.create(path, [raw])
@@ -160,7 +162,15 @@ class Writing:
         return paths.origin(origin.nonce) + self._nonces.nonce()[:16]
 
 
-def _manifest(whose: Share, ranks: tuple[int, ...], chunks: tuple[ChunkRef, ...], pieces: Sequence[StoredPiece]) -> Manifest:
+def _format_of(manifest: Manifest) -> int:
+    if manifest.partial is not UNSET:
+        return SHARDED_FORMAT
+    return PLAIN_FORMAT if all(chunk.codec == IDENTITY for chunk in manifest.chunks) else ENCODED_FORMAT
+
+
+def _manifest(
+    whose: Share, ranks: tuple[int, ...], chunks: tuple[ChunkRef, ...], pieces: Sequence[StoredPiece], partial: bool = False
+) -> Manifest:
     state_root, rank_roots = roots(pieces, ranks)
     return Manifest(
         step=whose.step,
@@ -173,6 +183,7 @@ def _manifest(whose: Share, ranks: tuple[int, ...], chunks: tuple[ChunkRef, ...]
         rank_roots=rank_roots,
         chunks=chunks,
         pieces=tuple(pieces),
+        partial=True if partial else UNSET,
     )
 
 

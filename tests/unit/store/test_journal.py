@@ -107,8 +107,8 @@ def test_another_generations_journal_is_refused() -> None:
 
 def test_a_newer_journal_is_refused_as_newer() -> None:
     tier, _ = written(1)
-    raw = tier.read(PATH).replace(b'"format":1,"min_reader":1', b'"format":3,"min_reader":3')
-    with pytest.raises(NewerFormat, match="format 3"):
+    raw = tier.read(PATH).replace(b'"format":1,"min_reader":1', b'"format":4,"min_reader":4')
+    with pytest.raises(NewerFormat, match="format 4"):
         read(MemoryTier(((PATH, raw),)))
 
 

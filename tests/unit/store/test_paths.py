@@ -27,7 +27,7 @@ def test_B08_c_numbers_have_one_spelling(name: str, number: int | None) -> None:
 
 def test_names_come_back_from_what_they_were_made_of() -> None:
     nonce = "0123456789abcdef" * 2
-    assert paths.manifest_name(paths.manifest(30, 2, nonce, 1)) == (30, 2, nonce[:16])
+    assert paths.manifest_name(paths.manifest(30, 2, nonce, 1)) == (30, 2, nonce[:16], 1)
     assert paths.pack_origin(paths.pack(nonce)) == nonce[:16]
     assert paths.origin(nonce) == nonce[:16]
 

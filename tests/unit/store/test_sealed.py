@@ -60,7 +60,7 @@ def test_unknown_fields_are_passed_over_in_envelope_and_body() -> None:
 
 
 def test_a_newer_file_is_refused_with_both_versions_and_the_remedy() -> None:
-    with pytest.raises(NewerFormat, match=r"run\.json: .*format 9, this reads <= 2.*upgrade unbroken"):
+    with pytest.raises(NewerFormat, match=r"run\.json: .*format 9, this reads <= 3.*upgrade unbroken"):
         unseal("run", sealed_by(9, 9, b'{"new":"shape"}'), RunFacts, "run.json")
     with pytest.raises(NewerFormat):
         unseal("run", RAW.replace(b'"format":1,"min_reader":1', b'"format":99,"min_reader":99'), RunFacts, "run.json")
