@@ -101,7 +101,7 @@ class Layout:
 
     def __iter__(self) -> Iterator[Chunk]:
         for rank, part in self._parts:
-            if part.ready is not None:
+            if isinstance(part, Part) and part.ready is not None:
                 part.ready()
             data = memoryview(part.data).cast("B")
             if len(data) == 0:
