@@ -72,9 +72,10 @@ def test_a_rank_of_any_mesh_reads_little_more_than_its_share(jobs: Jobs, tmp_pat
     assert all(0.99 < share <= 1.2 for of_rank in found for share in of_rank.values()), found
 
 
-@pytest.mark.parametrize(
-    "where", ["1:store.write.after_packs", "1:sharing.share_written", "0:sharing.share_written", "0:saving.before_commit"]
-)
+SLOW = [pytest.param(where, marks=pytest.mark.slow) for where in ("1:store.write.after_packs", "0:sharing.share_written")]
+
+
+@pytest.mark.parametrize("where", ["1:sharing.share_written", "0:saving.before_commit", *SLOW])
 def test_B01_I1_a_rank_that_dies_in_a_save_leaves_nothing_visible(jobs: Jobs, tmp_path: Path, where: str) -> None:
     assert None in jobs.run("save", tmp_path, 2, UNBROKEN_TEST_DIE=f"{where}:20")
     assert [step for step, _ in commits(tmp_path)] == [10]
@@ -99,6 +100,15 @@ def test_B04_I3_damage_that_one_rank_alone_sees_makes_all_of_them_take_an_older_
         flip(tmp_path, *shard_of(tmp_path, step, "large", 0))
     nothing = jobs.run("load", tmp_path, 2)
     assert all("no usable checkpoint" in one["error"] and one["step"] is None and one["is_right"] for one in nothing), nothing
+
+
+def test_an_older_checkpoint_of_another_mesh_is_taken_where_the_newest_is_damaged(jobs: Jobs, tmp_path: Path) -> None:
+    assert jobs.run("save", tmp_path, 2) == [{}, {}]
+    assert None in jobs.run("save", tmp_path, 3, UNBROKEN_TEST_DIE="2:sharing.share_written:50")
+    assert [(step, len(manifests)) for step, manifests in commits(tmp_path)] == [(30, 3), (40, 4)]
+    flip(tmp_path, *shard_of(tmp_path, 40, "wide", 2))
+    found = loaded(jobs, tmp_path, 3)
+    assert found["step"] == 30 and "step 40: packs/" in found["warnings"][0]
 
 
 def test_B01_lost_files_of_the_newest_are_passed_over_on_another_number_of_ranks(jobs: Jobs, tmp_path: Path) -> None:

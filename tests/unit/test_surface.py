@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
 import re
 import subprocess
@@ -49,6 +51,14 @@ def test_every_public_name_resolves(name: str) -> None:
 def test_what_a_run_offers_is_exactly_this() -> None:
     names = {"close", "completed", "eval", "log", "once", "save", "step", "update"}
     assert {name for name in dir(unbroken.Run) if not name.startswith("_")} == names
+
+
+def test_what_the_door_for_torchs_checkpoints_offers_is_exactly_this() -> None:
+    door = importlib.import_module("unbroken.integrations.dcp")
+    assert set(door.__all__) == {"StorageReader", "StorageWriter", "latest"}
+    assert {name for name in vars(door.StorageWriter) if not name.startswith("_")} - set(dir(door.TorchStorageWriter)) == {"close"}
+    assert list(inspect.signature(door.StorageWriter).parameters) == ["url", "step", "keep", "milestone"]
+    assert list(inspect.signature(door.StorageReader).parameters) == ["url", "step", "cast"]
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

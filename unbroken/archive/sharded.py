@@ -47,12 +47,12 @@ class Need(NamedTuple):
 
 
 class _Node(NamedTuple):
-    """A node's manifest, its pieces by the tensor that they are shards of, and the others by name."""
+    """A node's manifest, its shards by the pointer of their tensor, and its other pieces by that of the value whose tree they are in."""
 
     manifest: Manifest
     chunks: Chunks
     shards: dict[str, list[StoredPiece]]
-    others: dict[str, StoredPiece]
+    others: dict[str, list[StoredPiece]]
 
 
 class Sharded:
@@ -70,8 +70,9 @@ class Sharded:
         last = self._node(self.world_size)
         if last.manifest.world_size != self.world_size or INDEX not in last.others:
             raise Damaged(commit.manifests[-1].path, "holds no index of the sharded state")
-        raw = assemble(last.others[INDEX], last.chunks)
-        where = last.manifest.chunks[last.others[INDEX].extents[0].chunk].pack if last.others[INDEX].extents else commit.manifests[-1].path
+        (index,) = last.others[INDEX]
+        raw = assemble(index, last.chunks)
+        where = last.manifest.chunks[index.extents[0].chunk].pack if index.extents else commit.manifests[-1].path
         self.entries = _decoded(raw, where, commit.step, self.world_size)
 
     def tensor(self, name: str) -> TensorEntry:
@@ -93,8 +94,7 @@ class Sharded:
 
     def value_pieces(self, entry: ValueEntry) -> list[StoredPiece]:
         """The stored pieces of a value, in the order of their chunks."""
-        top, node = state_pointer(entry.name), self._node(entry.node)
-        found = [stored for pointer, stored in node.others.items() if pointer == top or pointer.startswith(top + "/")]
+        found = self._node(entry.node).others.get(state_pointer(entry.name))
         if not found:
             raise Damaged(self.commit.manifests[entry.node].path, f"holds no piece of {entry.name!r}")
         return sorted(found, key=lambda stored: stored.extents[0].chunk if stored.extents else -1)
@@ -166,14 +166,19 @@ class Sharded:
             if manifest.node != number or manifest.partial is UNSET:
                 raise Damaged(ref.path, f"is of node {manifest.node} where that of node {number} must be")
             shards: dict[str, list[StoredPiece]] = {}
-            others: dict[str, StoredPiece] = {}
+            others: dict[str, list[StoredPiece]] = {}
             for stored in manifest.pieces:
                 if stored.piece.offsets is UNSET:
-                    others[stored.piece.pointer] = stored
+                    others.setdefault(_top(stored.piece.pointer), []).append(stored)
                 else:
                     shards.setdefault(tensor_pointer(stored.piece), []).append(stored)
             self._nodes[number] = _Node(manifest, Chunks(self._repository.tier, manifest), shards, others)
         return self._nodes[number]
+
+
+def _top(pointer: str) -> str:
+    """Of a piece beneath `/state` its first two tokens, the value's name with them; of another one itself."""
+    return "/".join(pointer.split("/", 3)[:3]) if pointer.startswith("/state/") else pointer
 
 
 def _spans(need: Need) -> Iterator[tuple[int, int, int]]:

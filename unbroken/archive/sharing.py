@@ -155,8 +155,9 @@ class Shared:
         self._under_way = None
 
     def _open(self) -> Saving:
-        if self._saving is None or not self._saving.is_held:
-            self._saving, self._under_way = None, None
+        if self._saving is not None and not (self._saving.is_held and self._saving.repository.is_there()):
+            self.leave()  # the folder was taken over, removed, or put back to an earlier copy: what is known of it is of no use
+        if self._saving is None:
             self._saving = Saving.open(self._tier, SystemClock(), SystemNonces(), kind="dcp")
         return self._saving
 
@@ -183,7 +184,7 @@ class Shared:
         end = clock.monotonic() + REPLY_TIMEOUT_S
         while True:
             try:
-                if self._repository is None or self._repository.facts.run_id != ticket.run_id:
+                if self._repository is None or self._repository.facts.run_id != ticket.run_id or not self._repository.is_there():
                     self._repository = Repository.open(self._tier)
                 self._repository.refresh()
                 newest = newest_generation(self._repository.log.state)

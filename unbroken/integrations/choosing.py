@@ -31,6 +31,10 @@ class Choice(NamedTuple):
     passed_over: tuple[PassedOver, ...] = ()
 
 
+class _Unlike(Damaged):
+    """A checkpoint of another state than the newest one: of no use for its plan, but whole, so that nobody may withdraw it."""
+
+
 class Chooser:
     """One rank's view of the checkpoints in a folder."""
 
@@ -53,7 +57,8 @@ class Chooser:
             try:
                 self._verify(self._open(commit), plan)
             except Damaged as error:
-                self._passed.append(PassedOver(commit.step, commit.generation, (error.path,), str(error)))
+                generation = None if isinstance(error, _Unlike) else commit.generation
+                self._passed.append(PassedOver(commit.step, generation, (error.path,), str(error)))
                 self._opened.pop(_key(commit), None)
             else:
                 return Choice(_key(commit), tuple(self._passed))
@@ -78,7 +83,7 @@ class Chooser:
         for item in plan.items:
             name = item.storage_index.fqn
             if not _is_alike(self.first, sharded, name):
-                raise Damaged(
+                raise _Unlike(
                     sharded.commit.manifests[-1].path, f"step {sharded.commit.step} has no {name!r} of the dtype and shape wanted"
                 )
             if item.type == LoadItemType.BYTE_IO:

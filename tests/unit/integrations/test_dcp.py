@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import shutil
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,10 +17,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 import unbroken
+from tests.rigs.dcp_ranks import counted
 from tests.rigs.odd_tensors import bits, odd_tensors
 from unbroken.archive import sharing
 from unbroken.core.errors import CheckpointWarning, Fenced, Refused
@@ -150,6 +154,37 @@ def test_only_what_has_changed_is_written(tmp_path: Path) -> None:
     assert unbroken.open(tmp_path).verify().ok
 
 
+def test_a_part_of_the_state_costs_the_bytes_of_that_part(tmp_path: Path) -> None:
+    one = {"large": torch.randn(1024, 1024), "small": torch.randn(100), "step": 3}
+    dcp.save(one, storage_writer=StorageWriter(tmp_path, step=1))
+    wanted = {"small": torch.zeros(100)}
+    with counted() as count:
+        dcp.load(wanted, storage_reader=StorageReader(tmp_path))
+    assert torch.equal(wanted["small"], one["small"]) and count[0] < 8_000
+
+
+def test_a_state_is_made_anew_from_the_metadata_alone(tmp_path: Path) -> None:
+    save(tmp_path, 10)
+    found: dict[str, Any] = {}
+    _load_state_dict(found, StorageReader(tmp_path), planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+    assert form(found) == form(state(10))
+
+
+def test_an_older_checkpoint_of_another_state_is_passed_over_and_not_withdrawn(tmp_path: Path) -> None:
+    save(tmp_path, 10)
+    dcp.save({"other": torch.ones(3)}, storage_writer=StorageWriter(tmp_path, step=20))
+    old = set(files(tmp_path))
+    save(tmp_path, 30)
+    pack = max((path for path in files(tmp_path) if path not in old and path.suffix == ".pack"), key=lambda path: path.stat().st_size)
+    raw = bytearray(pack.read_bytes())
+    raw[4096] ^= 1
+    pack.write_bytes(raw)
+    with pytest.warns(CheckpointWarning, match="loaded step 10 .* passed over: step 30: .*step 20: .*of the dtype and shape wanted"):
+        assert load(tmp_path) == 10
+    save(tmp_path, 40)
+    assert [one.step for one in unbroken.open(tmp_path).steps()] == [10, 20, 40]
+
+
 def test_torchtitans_names_of_checkpoints_are_steps_of_one_folder(tmp_path: Path) -> None:
     writer = StorageWriter(keep=5)
     for step in (9, 999, 1000):
@@ -228,6 +263,27 @@ def test_B12_a_second_writer_is_refused_and_told_who_holds_the_folder(tmp_path: 
     finally:
         os.write(done[1], b"x")
         os.waitpid(pid, 0)
+
+
+def test_a_folder_that_was_removed_meanwhile_begins_anew(tmp_path: Path) -> None:
+    save(tmp_path / "c", 10, 20)
+    shutil.rmtree(tmp_path / "c")
+    save(tmp_path / "c", 5)
+    assert load(tmp_path / "c") == 5 and unbroken.open(tmp_path / "c").verify().ok
+
+
+def test_many_small_tensors_and_values_cost_in_proportion(tmp_path: Path) -> None:
+    many = {"t": {str(i): torch.full((4,), float(i)) for i in range(1500)}, "v": {str(i): [i] for i in range(1500)}}
+    seconds = []
+    for part in (0.2, 1.0):
+        some = {key: dict(list(one.items())[: int(len(one) * part)]) for key, one in many.items()}
+        blank = {"t": {key: torch.zeros(4) for key in some["t"]}, "v": dict.fromkeys(some["v"])}
+        begun = time.process_time()
+        dcp.save(some, storage_writer=StorageWriter(tmp_path / str(part), step=1))
+        dcp.load(blank, storage_reader=StorageReader(tmp_path / str(part)))
+        seconds.append(time.process_time() - begun)
+        assert form(blank) == form(some)
+    assert seconds[1] < 12 * seconds[0], seconds
 
 
 def test_folders_of_others_are_neither_written_nor_read(tmp_path: Path) -> None:
