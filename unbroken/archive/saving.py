@@ -69,6 +69,7 @@ class Saving:
         clock: Clock,
         nonces: Nonces,
         lineage: str = paths.MAIN,
+        *,
         kind: str = "store",
         facts: Mapping[str, Any] | None = None,
     ) -> Saving:
