@@ -20,11 +20,14 @@ from typing import TYPE_CHECKING, Any
 from msgspec import Struct
 
 from unbroken.archive import reading
+from unbroken.archive.background import Background
 from unbroken.archive.branching import Branch, LineageInfo, list_lineages, make_branch
 from unbroken.archive.comparing import Difference, choose_commits, compare
 from unbroken.archive.exporting import Export, export
+from unbroken.archive.pruning import Pruning, prune
 from unbroken.archive.saving import Saving, save_failed
 from unbroken.archive.staging import CopyFailed, Staging
+from unbroken.codec.metrics import Value, checked
 from unbroken.core.errors import CheckpointWarning, Fenced, NoCheckpoint, Refused, SaveFailed, StoreError
 from unbroken.core.limits import DRAIN_TIMEOUT_S, KEEP_NEWEST
 from unbroken.core.ports import SystemClock, SystemNonces, environment
@@ -35,6 +38,7 @@ from unbroken.proof.replaying import Replayable, replayable
 from unbroken.store.log import replay_of
 from unbroken.store.paths import check_lineage
 from unbroken.store.repository import Part, Repository, VerifyReport, naming
+from unbroken.store.retention import rules
 from unbroken.store.shards import merged
 from unbroken.store.tiers.disk import DiskTier, local_path
 
@@ -57,47 +61,9 @@ class _Save:
     milestone: bool
     base: CommitEntry | None
     loaded_root: str
+    metrics: Mapping[str, Value]
     staging: Staging
     parts: list[Part]
-
-
-class _Background:
-    """Runs jobs in order, in a thread that lives only while there are any: the interpreter's exit waits for them and for nothing else."""
-
-    def __init__(self) -> None:
-        self._jobs: deque[Callable[[], None]] = deque()
-        self._changed = threading.Condition()
-        self._is_running = False
-
-    def submit(self, job: Callable[[], None]) -> None:
-        """Run `job` after those submitted before it. It must not raise."""
-        with self._changed:
-            self._jobs.append(job)
-            if not self._is_running:
-                self._is_running = True
-                threading.Thread(target=self._run, name="unbroken-store", daemon=False).start()
-
-    def join(self, timeout_s: float) -> bool:
-        """Wait until no job is left; False if that took too long."""
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._is_running, timeout_s)
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                if not self._jobs:
-                    self._is_running = False
-                    self._changed.notify_all()
-                    return
-                job = self._jobs.popleft()
-            try:
-                job()
-            except BaseException:  # raised again: a defect of ours ends this thread, and must not keep `join` waiting for it
-                with self._changed:
-                    self._is_running = False
-                    self._changed.notify_all()
-                raise
-            del job  # its staging memory must not be held by a waiting thread
 
 
 def _report_unseen(failures: list[tuple[int, Exception]]) -> None:
@@ -120,18 +86,30 @@ class Store:
     elsewhere. One process writes a folder at a time; any number may read it. Use one Store from one thread.
     """
 
-    def __init__(self, url: str | os.PathLike[str], *, keep: int = KEEP_NEWEST, lineage: str = MAIN_LINEAGE) -> None:
+    def __init__(
+        self,
+        url: str | os.PathLike[str],
+        *,
+        keep: int = KEEP_NEWEST,
+        keep_every: str | None = None,
+        keep_hours: int | None = None,
+        keep_best: str | None = None,
+        lineage: str = MAIN_LINEAGE,
+    ) -> None:
         """`url`: a folder's path or file:// URL; nothing is made before the first save. `keep` >= 1 newest ones stay, and milestones.
+
+        Besides them stay: with `keep_every="1000 steps"` the first at or after each multiple, with `keep_hours=24` the newest of each of
+        the newest 24 hours, with `keep_best="val_loss"` (or "accuracy max 3") the best by a metric that was given to `save`.
 
         `lineage`: the branch to go on with (see `Archive.branch`); NoCheckpoint at the first call if there is none of that name.
         """
-        if type(keep) is not int or keep < 1:
-            raise ValueError(f"keep={keep!r}: keep at least 1 checkpoint")
-        self._keep = keep
+        if keep is None:
+            raise ValueError("keep=None: give a whole number of at least 1")
+        self._keep = rules({"keep": keep, "keep_every": keep_every, "keep_hours": keep_hours, "keep_best": keep_best})
         self._tier = DiskTier(local_path(url))
         self._lineage = check_lineage(lineage)
         self._saving: Saving | None = None
-        self._background = _Background()
+        self._background = Background()
         self._buffers = deque(Staging() for _ in range(_NUM_BUFFERS))
         self._freed = threading.Condition()
         self._in_flight: deque[_Save] = deque()
@@ -142,12 +120,12 @@ class Store:
         self._is_closed = False
         weakref.finalize(self, _report_unseen, self._failures)
 
-    def save(self, step: int, state: Any, *, wait: bool = False, milestone: bool = False) -> None:
+    def save(self, step: int, state: Any, *, wait: bool = False, milestone: bool = False, metrics: Mapping[str, Any] | None = None) -> None:
         """Save `state` as the checkpoint of `step`. Returns when it has been copied; writing goes on in the background.
 
         Cost here: one copy of the state at memory bandwidth, 3 us per value; two saves may be in flight, a third waits. Steps ascend;
         to go back, load() an earlier step first, whose successors are then left behind. `milestone` checkpoints are never removed;
-        `wait` returns when it is durable.
+        `wait` returns when it is durable, and what `keep` no longer keeps is gone. `metrics` are numbers for `keep_best`.
 
         TypeError names the path of what cannot be stored, before anything is written. Fenced if another process writes here. SaveFailed
         (an OSError too, with errno, when the disk said so) reports that an *earlier* save failed: this one has then not been begun.
@@ -158,6 +136,7 @@ class Store:
             raise ValueError("save() on a closed Store: make a new one")
         if environment("RANK", "0") not in ("", "0"):
             return
+        logged = checked(metrics or {})
         self._raise_failures()
         from unbroken.capture.tree import flatten
 
@@ -166,7 +145,7 @@ class Store:
         base = self._base(saving, step)
         staging = self._buffer()
         loaded_root = self._loaded.state_root if self._loaded is not None else ""
-        save = _Save(step, milestone, base, loaded_root, staging, staging.place(items))
+        save = _Save(step, milestone, base, loaded_root, logged, staging, staging.place(items))
         self._in_flight.append(save)
         try:
             self._background.submit(lambda: self._write(saving, save))  # begins with what has been copied
@@ -257,7 +236,7 @@ class Store:
         if self._saving is None:
             try:
                 with naming(self._tier.root):
-                    self._saving = Saving.open(self._tier, SystemClock(), SystemNonces(), self._lineage)
+                    self._saving = Saving.open(self._tier, SystemClock(), SystemNonces(), self._lineage, keep=self._keep)
             except (OSError, StoreError) as error:
                 raise save_failed(step, error) from error
             self._condemn_damaged()
@@ -292,7 +271,7 @@ class Store:
     def _write(self, saving: Saving, save: _Save) -> None:
         """In the background: one save, and its failure kept for the caller's next call."""
         try:
-            saving.save(save.step, save.parts, save.milestone, save.base, save.loaded_root)
+            saving.save(save.step, save.parts, save.milestone, save.base, save.loaded_root, logged=save.metrics)
         except CopyFailed:
             pass  # safe: nothing was written that stays, and the caller has met the error itself
         except Exception as error:  # noqa: BLE001  (whatever it is, it is raised as SaveFailed at the next call)
@@ -300,7 +279,7 @@ class Store:
                 self._fenced = error
             self._failures.append((save.step, error))
         else:
-            saving.collect(self._keep)
+            saving.collect()
         finally:
             save.parts.clear()
             with contextlib.suppress(ValueError):  # given up
@@ -536,6 +515,25 @@ class Archive:
         """
         with naming(self._root):
             return export(self._fresh(), self._root, step, os.fspath(to), format, nonces=SystemNonces())
+
+    def prune(
+        self,
+        *,
+        keep: int | None = None,
+        keep_every: str | None = None,
+        keep_hours: int | None = None,
+        keep_best: str | None = None,
+        dry_run: bool = False,
+    ) -> Pruning:
+        """Remove the checkpoints of this lineage that no rule keeps, and what dead writers left; with `dry_run` only say so.
+
+        The rules are those of a Store or Run; where none is given, those of the newest start, and else `keep` is 3. The newest checkpoint
+        is read and verified first. Refused while somebody writes, and where it is not whole; ValueError for a rule that is none.
+        """
+        given = {"keep": keep, "keep_every": keep_every, "keep_hours": keep_hours, "keep_best": keep_best}
+        wanted = None if all(value is None for value in given.values()) else rules(given)
+        with naming(self._root):
+            return prune(self._tier, self._repository.lineage, wanted, dry_run=dry_run, clock=SystemClock(), nonces=SystemNonces())
 
     def verify(self) -> VerifyReport:
         """Recompute every digest and root of what is not condemned from stored bytes. Cost: reads everything once."""

@@ -15,13 +15,14 @@ from msgspec import Struct
 
 from unbroken.cluster.settings import LAUNCH
 from unbroken.core.limits import KEEP_NEWEST, MAX_THREADS, MAX_UNITS, MIN_HANG_TIMEOUT_S
-from unbroken.core.records import MAIN_LINEAGE
+from unbroken.core.records import MAIN_LINEAGE, Best, Keep
 from unbroken.core.replay import Replay, replay_in_force
 from unbroken.core.settings import Found, Setting, Table, check, find_file, gather, number, one_of, read_file, strange_variables, whole
 from unbroken.importing.spec import PARTS, StartFrom, check_start_from
 from unbroken.loggers.choose import JSON_LINES, LogTo, Target, targets
 from unbroken.order.streams import check_seed
 from unbroken.step.anomalies import Anomalies
+from unbroken.store import retention
 from unbroken.store.paths import check_lineage
 
 Resume = Literal["auto", "must", "never"]
@@ -33,16 +34,17 @@ class Options(TypedDict, total=False):
 
     total_steps: stop after this many steps. units: micro-batches per step, fixed at birth (default: smallest power of two that is at
     least the world size and divides the global batch). seed: of the random streams inside units (default: the data's). threads:
-    intra-op threads per rank, fixed at birth (default 1 on CPU). keep: newest checkpoints kept besides milestones.
-    milestone_every: "1000 steps" makes each such step's checkpoint a milestone, which stays (default: none). full_every: "1000 steps"
-    or "6h" stores checkpoints as exact differences from the one before, and whole at least so often, counted across restarts (default:
-    none; all are stored whole, but for what has not changed). hang_timeout: how long
-    a rank may stand still inside a step, such as "600s", before all are ended and started again; "auto" (default) learns it from the
-    run's own steps: 5 times their median and spread, at least 30 s; None: nobody watches. Evaluations (`run.eval`), saves, starts and
-    first steps may take longer, and in a notebook or under a debugger nobody watches. log_to: sinks of metrics, "jsonl" (default:
-    metrics.jsonl in the run folder), "jsonl:FILE", "tensorboard:DIR", "wandb:PROJECT", "mlflow:URI", "swanlab:PROJECT", a list of them
-    (or none), an `unbroken.loggers.Sink` of your own. lineage: the branch to go on with, made by `unbroken branch` (default "main", the
-    run itself). anomalies: what is done about NaN and loss spikes, an `unbroken.Anomalies`. start_from: where a run that is not there yet
+    intra-op threads per rank, fixed at birth (default 1 on CPU). keep: newest checkpoints kept besides milestones; besides them
+    keep_every="1000 steps" keeps one every so many steps, keep_hours=24 one per hour for so many hours, and keep_best="val_loss" (or
+    "accuracy max 3") the best by a metric given to `run.log`. milestone_every: "1000 steps" makes each such step's checkpoint a
+    milestone, which stays (default: none). full_every: "1000 steps" or "6h" stores checkpoints as exact differences from the one
+    before, and whole at least so often, counted across restarts (default: none; all are stored whole, but for what has not changed).
+    hang_timeout: how long a rank may stand still inside a step, such as "600s", before all are ended and started again; "auto"
+    (default) learns it from the run's own steps: 5 times their median and spread, at least 30 s; None: nobody watches. Evaluations
+    (`run.eval`), saves, starts and first steps may take longer, and in a notebook or under a debugger nobody watches. log_to: sinks of
+    metrics, "jsonl" (default: metrics.jsonl in the run folder), "jsonl:FILE", "tensorboard:DIR", "wandb:PROJECT", "mlflow:URI",
+    "swanlab:PROJECT", a list of them (or none), an `unbroken.loggers.Sink` of your own. lineage: the branch to go on with, made by
+    `unbroken branch` (default "main", the run itself). anomalies: what is done about NaN and loss spikes, an `unbroken.Anomalies`. start_from: where a run that is not there yet
     takes its state from: somebody else's checkpoint, or DIR@STEP; a dict {"source": ..., "take": ["model"]} for parts of it.
     """
 
@@ -51,6 +53,9 @@ class Options(TypedDict, total=False):
     seed: int | None
     threads: int | None
     keep: int
+    keep_every: str | None
+    keep_hours: int | None
+    keep_best: str | None
     milestone_every: str | None
     full_every: str | None
     reduce: Reduce
@@ -91,6 +96,9 @@ class RunConfig:
     seed: int | None = None
     threads: int | None = None
     keep: int = KEEP_NEWEST
+    keep_every: int | None = None
+    keep_hours: int | None = None
+    keep_best: Best | None = None
     hang_timeout: float | Literal["auto"] | None = "auto"
     log_to: tuple[Target, ...] = (Target(JSON_LINES),)
     milestone_every: int | None = None
@@ -101,6 +109,17 @@ class RunConfig:
     start_from: StartFrom | None = None
     origins: tuple[str, ...] = field(default=(), compare=False)
     """What the script does not show: "keep=5 from UNBROKEN_KEEP"."""
+
+    @property
+    def rules(self) -> Keep:
+        """Which checkpoints stay."""
+        return Keep(
+            newest=self.keep,
+            every_steps=self.keep_every,
+            hours=self.keep_hours or 0,
+            best=self.keep_best,
+            reach_back=self.anomalies.reach_back,
+        )
 
     def is_milestone(self, step: int) -> bool:
         """Does the rule make the checkpoint of this step one that stays?"""
@@ -224,8 +243,30 @@ RUN = Table(
             default=KEEP_NEWEST,
             accepts="a whole number",
             help="Newest checkpoints kept besides milestones.",
-            check=whole,
+            check=retention.newest,
             from_text=number,
+        ),
+        Setting(
+            name="keep_every",
+            default=None,
+            accepts='steps, such as "1000 steps"',
+            help="The first checkpoint at or after each multiple of so many steps stays, too. Default: none.",
+            check=retention.every,
+        ),
+        Setting(
+            name="keep_hours",
+            default=None,
+            accepts="a whole number",
+            help="The newest checkpoint of each hour (UTC) stays, too, for the newest so many hours that have one. Default: none.",
+            check=retention.hours,
+            from_text=number,
+        ),
+        Setting(
+            name="keep_best",
+            default=None,
+            accepts='the name of a metric given to `run.log`, then "min" or "max", then how many: "val_loss", "accuracy max 3"',
+            help="The best checkpoints by that metric stay, too. One of a step that has not logged it does not count. Default: none.",
+            check=retention.best,
         ),
         Setting(
             name="milestone_every",

@@ -270,12 +270,13 @@ class Opening:
         """What the host must have for this run, and a warning where it has not: before the failure."""
         if self.room is None:
             return
+        config = self.config
         needs = Needs(
             slot_bytes=slot_bytes,
             gradient_bytes=gradient_bytes,
             state_bytes=slot_bytes,
             ranks=self.exchange.world_size,
-            keep=self.config.keep,
+            keep=config.keep + (config.keep_hours or 0) + (config.keep_best.num if config.keep_best is not None else 0),
         )
         found = self.room.judge(needs)
         print(f"unbroken: needs {'; '.join(one.seen for one in found)}")
@@ -287,7 +288,7 @@ class Opening:
         full = self.config.full_every
         return Rules(
             allow_nonfinite=self.config.anomalies.nan == "ignore",
-            reach_back=self.config.anomalies.reach_back,
+            keep=self.config.rules,
             full_steps=None if full is None else full.steps,
             full_s=None if full is None else full.seconds,
         )

@@ -8,11 +8,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
+import numpy as np
 
 from unbroken.codec.digest import text_digest
 from unbroken.core.errors import Damaged, NoCheckpoint
 from unbroken.core.ports import Nonces, Tier
-from unbroken.core.records import CommitEntry, Generation, GenerationEntry, LogEntry, Manifest, Piece, RootRecord, RunFacts, Writer
+from unbroken.core.records import CommitEntry, Generation, GenerationEntry, Keep, LogEntry, Manifest, Piece, RootRecord, RunFacts, Writer
 from unbroken.store import paths
 from unbroken.store.deltas import Encoding
 from unbroken.store.journal import JournalWriter
@@ -61,6 +62,14 @@ def state(k: int, num_floats: int = NUM_FLOATS) -> list[Part]:
     """S(k): two arrays of which every element is k, and the step itself."""
     w, b = struct.pack("<f", k) * num_floats, struct.pack("<f", k) * 7
     return [part("/model/w", w), part("/model/b", b), part("/step", struct.pack("<q", k), dtype="py:int")]
+
+
+def drifting(k: int, num_floats: int = 20_000) -> list[Part]:
+    """S(k) with one more array, which changes a little with every k: stored as a difference where that is allowed."""
+    noise = np.random.default_rng(7).standard_normal((k + 1, num_floats)).astype("<f4")
+    drift = noise[0] + noise[1:].sum(axis=0) * np.float32(1e-4)
+    piece = Piece(pointer="/model/drift", dtype="float32", shape=(num_floats,))
+    return [*state(k), Part(piece, memoryview(drift.astype("<f4").tobytes()))]
 
 
 def rank_state(k: int, rank: int) -> list[Part]:
@@ -112,7 +121,7 @@ class Trainer:
         )
 
     def collect(self, keep_newest: int = 3) -> list[str]:
-        return self.repository.collect(keep_newest, writer=WRITER, clock=StillClock())
+        return self.repository.collect(Keep(newest=keep_newest), writer=WRITER, clock=StillClock())
 
 
 def start(

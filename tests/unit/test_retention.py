@@ -8,6 +8,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import TensorDataset
@@ -19,7 +20,9 @@ from tests.rigs.tiny_run import end_daemon, loss_of, open_run, train
 from unbroken.config import parse_interval, resolve
 from unbroken.core.errors import LayoutMismatch, Refused, SaveFailed
 from unbroken.core.limits import KEEP_NEWEST
+from unbroken.core.messages import Rules
 from unbroken.core.ports import SystemClock, SystemNonces
+from unbroken.core.records import Keep
 from unbroken.daemon.folder import RunFolder
 from unbroken.store import paths
 from unbroken.store.repository import Repository
@@ -139,7 +142,7 @@ def test_B10_g_two_clean_ups_at_once_are_one(tmp_path: Path) -> None:
 
     def clean() -> None:
         try:
-            trainer.repository.collect(2, writer=WRITER, clock=StillClock())
+            trainer.repository.collect(Keep(newest=2), writer=WRITER, clock=StillClock())
         except BaseException as error:
             failures.append(error)
 
@@ -232,7 +235,7 @@ def test_B10_f_I9_the_daemons_clean_up_fails_and_the_checkpoint_stands(tmp_path:
     trainer = start(DiskTier(str(tmp_path)), nonces=SystemNonces())
     for k in (1, 2):
         trainer.save(k)
-    folder._keep = 1
+    folder.rules = Rules(keep=Keep(newest=1))
     failing_deletes += [number]
     folder.collect(trainer.repository)
     assert failing_deletes == []
@@ -242,3 +245,67 @@ def test_B10_f_I9_the_daemons_clean_up_fails_and_the_checkpoint_stands(tmp_path:
     folder.collect(trainer.repository)
     assert steps(DiskTier(str(tmp_path))) == [3]
     assert len({*DiskTier(str(tmp_path)).list(paths.MANIFESTS), *DiskTier(str(tmp_path)).list(paths.PACKS)}) == 2
+
+
+def logging(directory: Path, steps: int, losses: dict[int, float], **options: Any) -> None:
+    """Train, log, save."""
+    run = open_run(directory, total_steps=steps, lose_at_most="1000 steps", **options)
+    for batch in run:
+        for micro in batch:
+            micro.backward(loss_of(run.model, micro))
+        run.step()
+        if run.completed in losses:
+            run.log(val_loss=losses[run.completed])
+        run.save(wait=True)
+
+
+def test_B10_b_the_best_of_a_run_stay_beside_the_newest_over_restarts_and_prune_knows_its_rules(tmp_path: Path) -> None:
+    rule = {"keep": 1, "keep_best": "val_loss min 2"}
+    logging(tmp_path, 5, {1: 0.5, 2: float("nan"), 3: 0.7, 4: 0.6}, **rule)
+    assert held(tmp_path) == [1, 4, 5]
+    end_daemon(tmp_path)
+    made = unbroken.open(tmp_path).prune()
+    assert (made.goes, made.num_leftovers) == ([], 0)
+    assert made.rules == "the newest 1, milestones, the best 2 by val_loss (smallest)"
+    logging(tmp_path, 8, {6: 0.4, 7: 0.9}, **rule)
+    assert held(tmp_path) == [1, 6, 8]
+    end_daemon(tmp_path)
+    assert [one.step for one in unbroken.open(tmp_path).prune(keep=1).goes] == [1, 6]
+    assert unbroken.open(tmp_path).certify().certified
+    logging(tmp_path, 9, {})
+    assert held(tmp_path) == [8, 9]
+    certificate = unbroken.open(tmp_path).certify()
+    assert certificate.certified, certificate.problems
+    assert certificate.steps == 9
+
+
+def test_a_run_keeps_one_every_so_many_steps_and_the_environment_may_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNBROKEN_KEEP_EVERY", "3 steps")
+    monkeypatch.setenv("UNBROKEN_KEEP_HOURS", "1")
+    train(tmp_path, 8, keep=1)
+    assert held(tmp_path) == [3, 6, 8]
+
+
+@pytest.mark.parametrize("option", [{"keep_every": "1h"}, {"keep_hours": 0}, {"keep_best": "max"}, {"keep": 0}])
+def test_B10_c_a_rule_that_is_none_is_refused_by_store_and_run_before_anything_is_made(tmp_path: Path, option: dict[str, Any]) -> None:
+    (name,) = option
+    with pytest.raises(ValueError, match=name):
+        unbroken.Store(tmp_path / "store", **option)
+    with pytest.raises(ValueError, match=name):
+        open_run(tmp_path / "run", **option)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("metrics", "error"), [({"step": 1}, ValueError), ({"a": object()}, TypeError), ({3: 1.0}, TypeError)])
+def test_a_stores_metrics_are_checked_before_anything_is_written(tmp_path: Path, metrics: Any, error: type[Exception]) -> None:
+    with unbroken.Store(tmp_path / "store") as store, pytest.raises(error, match="metric"):
+        store.save(1, s(1), metrics=metrics)
+    assert not (tmp_path / "store").exists()
+
+
+def test_B10_b_a_store_keeps_the_best_in_any_number_type(tmp_path: Path) -> None:
+    values = [torch.tensor(0.3), np.float32(0.1), 0.2, True, 7]
+    with unbroken.Store(tmp_path, keep=1, keep_best="val 2") as store:
+        for k, value in enumerate(values):
+            store.save(k, s(k), metrics={"val": value})
+    assert held(tmp_path) == [1, 2, 4]

@@ -54,7 +54,7 @@ ALLOWED = {
     "stepping.py Stepping._refuse self._exchange.connect": "our own, whose groups have COLLECTIVE_TIMEOUT_S",
     "agent.py Daemon.__init__ deque": "outcomes: one cargo at a time",
     "daemon/growth.py Growth.__init__ deque": "`ask` keeps MAX_CLIENTS",
-    "checkpoints.py _Background.__init__ deque": "a save waits for a staging buffer, of which there are _NUM_BUFFERS",
+    "archive/background.py Background.__init__ deque": "a save waits for a staging buffer, of which there are _NUM_BUFFERS",
     "checkpoints.py Store.__init__ deque": "as many as there are staging buffers",
     "shm/server.py Client.__init__ deque": "`send` keeps MAX_OUTBOX",
 }

@@ -99,6 +99,13 @@ def on_demand(repository: Repository, commit: CommitEntry) -> Mapping[str, tuple
     return Joined(repository, commit)
 
 
+def read_through(repository: Repository, commit: CommitEntry) -> None:
+    """Read a whole checkpoint, the pieces of ranks included, and verify every byte. Damaged names the object. Memory: one piece."""
+    for manifest in checked_manifests(repository, commit):
+        for _ in repository.read_pieces(manifest, manifest.pieces):
+            pass
+
+
 class OnDemand(Mapping[str, tuple[Piece, Buffer]]):
     """The state of a commit by pointer, as `read_commit` gives it, but large pieces are read, and verified, each time they are asked for.
 

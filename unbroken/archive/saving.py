@@ -7,14 +7,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from unbroken.archive.reading import PassedOver
+from unbroken.codec import metrics
+from unbroken.codec.metrics import Value
 from unbroken.core.errors import Fenced, Refused, SaveFailed
 from unbroken.core.os import boot_id, hostname
 from unbroken.core.ports import Clock, Nonces, failpoint
-from unbroken.core.records import BeginRecord, CommitEntry, Generation, Manifest, ManifestRef, RootRecord, RunFacts, Writer
+from unbroken.core.records import BeginRecord, CommitEntry, EventRecord, Generation, Keep, Manifest, ManifestRef, RootRecord, RunFacts, Writer
 from unbroken.store import paths
 from unbroken.store.journal import JournalWriter
 from unbroken.store.lease import WriterLease
 from unbroken.store.lineages import require_log
+from unbroken.store.logged import event_of
 from unbroken.store.manifests import check_cut
 from unbroken.store.repository import Part, Repository
 from unbroken.store.tiers.disk import DiskTier
@@ -50,11 +53,12 @@ def save_failed(step: int, cause: Exception) -> SaveFailed:
 class Saving:
     """This process's hold on a folder as its writer. `last` is the newest checkpoint a reader would find; `notes` wait to be shown."""
 
-    def __init__(self, repository: Repository, lease: WriterLease, writer: Writer, clock: Clock, nonces: Nonces) -> None:
+    def __init__(self, repository: Repository, lease: WriterLease, writer: Writer, keep: Keep, *, clock: Clock, nonces: Nonces) -> None:
         self.repository = repository
         self.notes: list[str] = []
         self._lease = lease
         self._writer = writer
+        self._keep = keep
         self._clock = clock
         self._nonces = nonces
         self._generation: Generation | None = None
@@ -72,8 +76,9 @@ class Saving:
         *,
         kind: str = "store",
         facts: Mapping[str, Any] | None = None,
+        keep: Keep | None = None,
     ) -> Saving:
-        """Take the lease and open or create the run, which is born with `facts`.
+        """Take the lease and open or create the run, which is born with `facts`. `keep`: what `collect` keeps.
 
         Raises Fenced naming the holder, ForeignFolder, NewerFormat, OSError.
 
@@ -96,7 +101,7 @@ class Saving:
         except BaseException:  # raised again: whatever it was, the folder must not stay taken
             lease.release()
             raise
-        return cls(repository, lease, writer, clock, nonces)
+        return cls(repository, lease, writer, keep or Keep(), clock=clock, nonces=nonces)
 
     @property
     def last(self) -> CommitEntry | None:
@@ -109,8 +114,20 @@ class Saving:
         if not self._lease.is_held:
             raise Fenced(f"{self._lease.path}: another Store of this process writes this folder now: use that one")
 
-    def save(self, step: int, parts: Sequence[Part], milestone: bool, base: CommitEntry | None, loaded_root: str) -> None:
-        """Write and commit one checkpoint. With `base` the steps beyond it are left behind. After an error a new generation is begun."""
+    def save(
+        self,
+        step: int,
+        parts: Sequence[Part],
+        milestone: bool,
+        base: CommitEntry | None,
+        loaded_root: str,
+        *,
+        logged: Mapping[str, Value] | None = None,
+    ) -> None:
+        """Write and commit one checkpoint. With `base` the steps beyond it are left behind. After an error a new generation is begun.
+
+        `logged`: what was measured of it.
+        """
         try:
             generation = self.prepare(step, base, loaded_root)
             written = self.repository.write(
@@ -122,6 +139,8 @@ class Saving:
                 logical=parts,
                 per_rank={0: ()},
             )
+            if logged and self._journal is not None:
+                self._journal.add(EventRecord(name=metrics.EVENT, step=step, facts=metrics.encode(logged)))
             self.publish(step, [written], milestone)
         except BaseException:  # raised again: the next save must not go on in a journal of which nobody knows what it holds
             self.give_up()
@@ -159,10 +178,10 @@ class Saving:
         """What was begun has failed: the next save begins a new generation, and what lies there of this one is rubbish."""
         self._journal = None
 
-    def collect(self, keep: int) -> None:
+    def collect(self, keep: Keep | None = None) -> None:
         """Remove what retention no longer keeps. A failure is a note: what stays is removed by a later collection."""
         try:
-            self.repository.collect(keep, writer=self._writer, clock=self._clock)
+            self.repository.collect(keep or self._keep, writer=self._writer, clock=self._clock)
         except Exception as error:  # noqa: BLE001  (safe: the checkpoint is committed; what stays is removed later, and it is said)
             self.notes.append(f"old checkpoints could not be removed ({type(error).__name__}: {error}); the next save tries again")
 
@@ -205,4 +224,6 @@ class Saving:
             time_s=self._clock.monotonic(),
         )
         journal.add(begin)
+        for event in event_of(self._keep, generation.base_step, self.repository.facts):
+            journal.add(event)
         self._generation, self._journal = generation, journal

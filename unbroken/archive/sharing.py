@@ -21,7 +21,7 @@ from unbroken.core.boxes import Box, misfit
 from unbroken.core.errors import Damaged, Fenced, NoCheckpoint, Refused
 from unbroken.core.limits import DRAIN_TIMEOUT_S, REPLY_TIMEOUT_S
 from unbroken.core.ports import SystemClock, SystemNonces, failpoint
-from unbroken.core.records import CommitEntry, Manifest, ManifestRef, Piece, StateIndex, TensorEntry
+from unbroken.core.records import CommitEntry, Keep, Manifest, ManifestRef, Piece, StateIndex, TensorEntry
 from unbroken.store.layout import AnyPart
 from unbroken.store.log import newest_generation
 from unbroken.store.manifests import load_written
@@ -143,7 +143,7 @@ class Shared:
             saving.publish(step, [*written, last], milestone)
         self._under_way = None
         self.loaded = Loaded()
-        saving.collect(keep)
+        saving.collect(Keep(newest=keep))
         notes, saving.notes = saving.notes, []
         return notes
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from unbroken.core.limits import MAX_METRIC_NAME_CHARS, MAX_METRIC_TEXT_CHARS
+from unbroken.core.limits import MAX_METRIC_NAME_CHARS, MAX_METRIC_TEXT_CHARS, MAX_METRICS_BYTES
 
 EVENT = "metrics"
 """Name of the journal event that holds them."""
@@ -52,6 +52,18 @@ def check_value(name: str, value: Any) -> Value:
             raise TypeError(f"metric {name!r}: a text has at most {MAX_METRIC_TEXT_CHARS} printable characters, this one has {len(value)}")
         return value
     raise TypeError(f"metric {name!r}: got a {type(value).__name__}; log a number, a bool, a 0-dim tensor or a short text")
+
+
+def checked(values: Mapping[str, Any]) -> dict[str, Value]:
+    """Metrics as a user gives them, 0-dim arrays and tensors too; ValueError or TypeError naming the first that cannot be kept."""
+    for name in values:
+        if not isinstance(name, str):
+            raise TypeError(f"metric {name!r}: its name must be a text")
+        check_name(name)
+    found = {name: check_value(name, value.item() if getattr(value, "ndim", None) == 0 else value) for name, value in values.items()}
+    if (size := sum(num_bytes(name, value) for name, value in found.items())) > MAX_METRICS_BYTES:
+        raise ValueError(f"{len(found)} metrics of one step take {size} bytes in the journal, at most {MAX_METRICS_BYTES}: give fewer")
+    return found
 
 
 def num_bytes(name: str, value: Value) -> int:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct
 
-from unbroken.core.records import Generation, ManifestRef, Record
+from unbroken.core.records import Generation, Keep, ManifestRef, Record
 
 
 class Hello(Struct, frozen=True, kw_only=True, tag="hello"):
@@ -37,13 +37,13 @@ class Welcome(Struct, frozen=True, kw_only=True, tag="welcome"):
 
 
 class Rules(Struct, frozen=True, kw_only=True):
-    """How the daemon keeps a run. `allow_nonfinite`: snapshots that hold NaN may become checkpoints. `reach_back`: a checkpoint at least
-    so many steps older than the newest one must stay. With `full_steps` or `full_s` checkpoints are stored as differences from the one
-    before, and whole when one that is has become so many steps or seconds old.
+    """How the daemon keeps a run. `allow_nonfinite`: snapshots that hold NaN may become checkpoints. `keep`: which of them stay (None: as
+    said at the run's birth). With `full_steps` or `full_s` checkpoints are stored as differences from the one before, and whole when one
+    that is has become so many steps or seconds old.
     """
 
     allow_nonfinite: bool = False
-    reach_back: int = 0
+    keep: Keep | None = None
     full_steps: int | None = None
     full_s: float | None = None
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from unbroken.core.limits import MAX_POINTER_CHARS
+from unbroken.core.limits import KEEP_NEWEST, MAX_POINTER_CHARS
 
 Digest = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 Pointer = Annotated[str, Meta(max_length=MAX_POINTER_CHARS)]
@@ -290,6 +290,28 @@ class LogEntry(Struct, frozen=True, kw_only=True):
     lineage: tuple[Generation, ...]
     entry: Entry
     summary: LogState | None = None
+
+
+class Best(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The `num` checkpoints whose steps have logged the smallest, or the `largest`, values of a metric."""
+
+    metric: str
+    largest: bool = False
+    num: Annotated[int, Meta(ge=1)] = 1
+
+
+class Keep(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which checkpoints stay besides milestones: all that one of the rules keeps.
+
+    newest: the newest so many. every_steps: the first at or after each multiple. hours: the newest of each of the newest so many hours
+    that have one. best: the best by a metric. reach_back: the newest one that is so many steps older than the newest of all.
+    """
+
+    newest: Annotated[int, Meta(ge=1)] = KEEP_NEWEST
+    every_steps: Annotated[int, Meta(ge=1)] | None = None
+    hours: Count = 0
+    best: Best | None = None
+    reach_back: Count = 0
 
 
 class RunFacts(Struct, frozen=True, kw_only=True):

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 import msgspec
 
 from unbroken.core.errors import NoCheckpoint, Refused, SaveFailed, StoreError, Transient, UnbrokenError
-from unbroken.core.limits import KEEP_NEWEST, MAX_HANG_FILES
+from unbroken.core.limits import MAX_HANG_FILES
 from unbroken.core.messages import Bad, Begin, Opened, Plan, Rules
 from unbroken.core.os import boot_id, hostname
 from unbroken.core.ports import Clock, Nonces, Tier
-from unbroken.core.records import BeginRecord, Generation, JournalLine, LogState, Record, RootRecord, RunFacts, StepRecord, Writer
+from unbroken.core.records import BeginRecord, Generation, JournalLine, Keep, LogState, Record, RootRecord, RunFacts, StepRecord, Writer
 from unbroken.daemon.plan import Choice, Key, MemoryCut, choose
 from unbroken.store import paths
 from unbroken.store.deltas import MAX_DEPTH, Encoding, is_full_due
@@ -24,6 +24,7 @@ from unbroken.store.journal import JournalWriter
 from unbroken.store.lease import WriterLease
 from unbroken.store.lineages import require_log
 from unbroken.store.log import visible
+from unbroken.store.logged import born_with, event_of
 from unbroken.store.repository import Repository, naming
 from unbroken.store.tiers.disk import DiskTier
 
@@ -119,7 +120,6 @@ class RunFolder:
         self._live_journal: LiveJournal | None = None
         self._notes: list[str] = []
         self._news: list[str] = []
-        self._keep: int | None = None
         self.rules = Rules()
         self._turn = threading.Lock()
 
@@ -144,7 +144,7 @@ class RunFolder:
         `last_applied` is the newest step of the generation that ended, None if this daemon did not see it. A collection in progress is
         waited for: it ends after the file it is just removing.
         """
-        self._keep, self.rules = request.options.get("keep"), request.rules
+        self.rules = request.rules
         if request.world_size < 1:
             raise ValueError(f"world_size {request.world_size}: must be at least 1")
         self._tier.is_starting = True  # from here on nothing is removed until `opened`: it may be what this start loads (I2)
@@ -219,7 +219,7 @@ class RunFolder:
             time_s=self.clock.monotonic(),
             differences=message.differences,
         )
-        journal.add([begin])
+        journal.add([begin, *event_of(self._keep(self._repository), entry.base_step, self._repository.facts)])
         return journal
 
     def encoding(self, repository: Repository, step: int, *, milestone: bool) -> Encoding | None:
@@ -232,11 +232,9 @@ class RunFolder:
 
     def collect(self, repository: Repository) -> None:
         """Remove old checkpoints, from the drain thread; put off while a start is in progress."""
-        keep = self._keep if self._keep is not None else repository.facts.options.get("keep")
-        keep_newest = keep if isinstance(keep, int) and keep >= 1 else KEEP_NEWEST
         with self._turn:
             if not self._tier.is_starting:
-                repository.collect(keep_newest, reach_back=self.rules.reach_back, writer=self.writer, clock=self.clock)
+                repository.collect(self._keep(repository), writer=self.writer, clock=self.clock)
 
     def keep_stacks(self, step: int, generation: int, text: str) -> str:
         """Write what the watchdog has seen into the folder of stacks, the oldest of which go; the file's path. For people: never read."""
@@ -253,6 +251,9 @@ class RunFolder:
         if self._lease is not None:
             self._lease.release()
             self._lease = None
+
+    def _keep(self, repository: Repository) -> Keep:
+        return self.rules.keep or born_with(repository.facts)
 
     def _sync_journal(self) -> None:
         """The generation entry to come anchors the journal before as it is on disk: what is still in memory should be there, too."""

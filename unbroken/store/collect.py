@@ -6,37 +6,64 @@ write of this process holds it, and either it belonged to a commit withdrawn her
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from unbroken.core.errors import Damaged, StoreError
 from unbroken.core.ports import Clock, Tier, failpoint
-from unbroken.core.records import CommitEntry, LogState, PruneEntry, Writer
+from unbroken.core.records import CommitEntry, Keep, LogState, PruneEntry, Writer
 from unbroken.store import paths
 from unbroken.store.catalog import Catalog
 from unbroken.store.fence import check_collector
 from unbroken.store.holds import Holds
 from unbroken.store.lineages import OtherLineages
-from unbroken.store.log import Key, Log, key_of, reach, visible
+from unbroken.store.log import Key, Log, key_of, newest_number
+from unbroken.store.logged import LoggedValues
+from unbroken.store.retention import Values, Verdict, judge
 
 
 class _Nothing(Exception):
     """No commit is to be withdrawn."""
 
 
-def withdrawn(state: LogState, keep_newest: int, borrowed: set[Key], in_grace: set[Key], reach_back: int = 0) -> tuple[CommitEntry, ...]:
-    """Commits to withdraw: visible ones beyond the newest `keep_newest` and the milestones, superseded ones, condemned ones out of grace.
+class Forecast(NamedTuple):
+    """What a collection would do: the verdict on each commit, and the objects that would go, with their sizes.
 
-    With `reach_back` the newest one that is so many steps older than the newest of all stays, too, or the oldest if none is.
-
-    Commits from before a fresh start are another history: they stay until somebody removes them on purpose.
+    `leftovers` of these belong to no commit: who wrote them has not come as far as that, or whoever removed it has not come further.
     """
-    seen = visible(state)
-    keep = {key_of(c) for c in seen[-keep_newest:]} | {key_of(c) for c in seen if c.milestone} | borrowed | in_grace
-    if reach_back:
-        keep |= {key_of(c) for c in [c for c in seen if c.step <= seen[-1].step - reach_back][-1:] or seen[:1]}
-    limits = reach(state)
-    return tuple(c for c in state.commits if c.generation in limits and key_of(c) not in keep)
+
+    verdicts: tuple[Verdict, ...]
+    objects: dict[str, int]
+    leftovers: frozenset[str]
+
+
+def withdrawn(state: LogState, keep: Keep, values: Values, spared: Mapping[Key, str]) -> tuple[CommitEntry, ...]:
+    """Commits to withdraw: visible ones that no rule keeps, superseded ones, condemned ones out of grace."""
+    return tuple(verdict.commit for verdict in judge(state, keep, values, spared) if not verdict.stays)
+
+
+def spare(borrowed: Iterable[Key], in_grace: Iterable[Key]) -> dict[Key, str]:
+    """What stays whatever the rules say, and why."""
+    return {key: "damaged; it goes when a newer one is whole" for key in in_grace} | {key: "a save under way needs it" for key in borrowed}
+
+
+def foresee(tier: Tier, log: Log, keep: Keep, *, is_written: bool) -> Forecast:
+    """What a collection would do if nothing else happened, by who opens the next generation or, if it `is_written`, by the writer there is.
+
+    Changes nothing. Raises as `Collector.run` does. Cost: two LISTs, the manifests that are left, one size call per object that would go.
+    """
+    log.refresh()
+    opened = newest_number(log.state) + (0 if is_written else 1)
+    collector = Collector(tier, log, Catalog(tier), OtherLineages(tier, log.lineage), Holds(), opened=opened)
+    return collector.foresee(keep, values_for(tier, log, keep), {key_of(c) for c in log.state.condemned})
+
+
+def values_for(tier: Tier, log: Log, keep: Keep) -> Values:
+    """The values that a rule asks for, read from the journals."""
+    return {} if keep.best is None else LoggedValues(tier, log.lineage, keep.best.metric).of(log.state, log.state.commits)
 
 
 class Collector:
@@ -51,7 +78,7 @@ class Collector:
         self._opened = opened
         self._named: set[str] = set()
 
-    def run(self, keep_newest: int, in_grace: set[Key], *, reach_back: int, writer: Writer, clock: Clock) -> list[str]:
+    def run(self, keep: Keep, values: Values, in_grace: set[Key], *, writer: Writer, clock: Clock) -> list[str]:
         """Withdraw and delete; the paths that went. Raises Fenced before anything is changed when a newer generation exists.
 
         Raises Damaged or Transient, with nothing deleted, when it cannot be known what another lineage needs; a later collection goes on.
@@ -59,7 +86,7 @@ class Collector:
 
         def make(state: LogState) -> PruneEntry:
             check_collector(state, self._opened)
-            going = withdrawn(state, keep_newest, self._holds.borrowed(), in_grace, reach_back)
+            going = withdrawn(state, keep, values, spare(self._holds.borrowed(), in_grace))
             self._named = self._objects(going)
             if not going:
                 raise _Nothing
@@ -69,26 +96,42 @@ class Collector:
         with suppress(_Nothing):
             self._log.propose(make, writer=writer, clock=clock)
         failpoint("store.collect.after_prune")
-        return self._delete()
-
-    def _delete(self) -> list[str]:
-        state = self._log.state
-        self._catalog.forget_others({key_of(c) for c in state.commits})
+        self._catalog.forget_others({key_of(c) for c in self._log.state.commits})
         self._holds.doomed |= self._named
-        elsewhere = self._others.needed()  # after the withdrawal: a branch made meanwhile has seen it, or is seen here
-        rubbish = set(self._holds.doomed)
-        older = {paths.origin(g.nonce) for g in state.generations if g.number < self._opened}
-        held = self._holds.own()
-        needed = held | elsewhere | {ref.path for c in state.commits for ref in c.manifests}
-        manifests = self._candidates(paths.MANIFESTS, rubbish, older) - needed
-        gone = self._remove(sorted(manifests))
+        manifests, packs = self._rubbish(self._log.state, set(self._holds.doomed))
+        gone = self._remove(manifests)
         failpoint("store.collect.after_manifests")
+        return gone if packs is None else gone + self._remove(packs) + self._tier.sweep()
+
+    def foresee(self, keep: Keep, values: Values, in_grace: set[Key]) -> Forecast:
+        """What `run` would do. Changes nothing."""
+        state = self._log.state
+        verdicts = judge(state, keep, values, spare(self._holds.borrowed(), in_grace))
+        going = [verdict.commit for verdict in verdicts if not verdict.stays]
+        left = replace(state, commits=tuple(verdict.commit for verdict in verdicts if verdict.stays))
+        named = self._objects(going)
+        manifests, packs = self._rubbish(left, named)
+        sizes = {}
+        for path in [*manifests, *(packs or [])]:
+            with suppress(FileNotFoundError):  # somebody else has just removed it
+                sizes[path] = self._tier.size(path)
+        return Forecast(verdicts, sizes, frozenset(sizes.keys() - named))
+
+    def _rubbish(self, state: LogState, rubbish: set[str]) -> tuple[list[str], list[str] | None]:
+        """Manifests and packs that nothing needs. None: which packs are needed is not known, as a commit's manifest is damaged.
+
+        The other lineages are asked after the withdrawal: a branch made meanwhile has seen it, or is seen here.
+        """
+        elsewhere = self._others.needed()
+        older = {paths.origin(g.nonce) for g in state.generations if g.number < self._opened}
+        needed = self._holds.own() | elsewhere
+        named = {ref.path for commit in state.commits for ref in commit.manifests}
+        manifests = sorted(self._candidates(paths.MANIFESTS, rubbish, older) - needed - named)
         try:
-            needed = held | elsewhere | self._needed_packs(state)
+            needed |= self._needed_packs(state)
         except Damaged:  # safe: nothing is lost by keeping packs; the damaged commit is reported by whoever reads or verifies it
-            return gone
-        packs = self._candidates(paths.PACKS, rubbish, older) - needed
-        return gone + self._remove(sorted(packs)) + self._tier.sweep()
+            return manifests, None
+        return manifests, sorted(self._candidates(paths.PACKS, rubbish, older) - needed)
 
     def _candidates(self, folder: str, rubbish: set[str], older: set[str]) -> set[str]:
         return {path for path in self._tier.list(folder) if path in rubbish or _origin(path) in older}

@@ -17,6 +17,7 @@ from unbroken.core.records import (
     CondemnEntry,
     Generation,
     GenerationEntry,
+    Keep,
     LogState,
     Manifest,
     ManifestRef,
@@ -36,8 +37,10 @@ from unbroken.store.layout import AnyPart, Look, Part
 from unbroken.store.lineages import OtherLineages, require_lineage
 from unbroken.store.loading import read_pieces
 from unbroken.store.log import Key, Log, key_of, newest_generation, newest_number, visible
+from unbroken.store.logged import LoggedValues
 from unbroken.store.manifests import check_cut, commit_entry, load_manifest
 from unbroken.store.packs import Origin
+from unbroken.store.retention import Values
 from unbroken.store.sealed import read_sealed, seal
 from unbroken.store.writing import Share, Writing
 
@@ -77,6 +80,7 @@ class Repository:
         self._opened: int | None = None
         self._basis = newest_number(log.state)
         self._out_of_grace: set[Key] = set()
+        self._logged: LoggedValues | None = None
 
     @staticmethod
     def exists(tier: Tier) -> bool:
@@ -273,21 +277,21 @@ class Repository:
         with self._lock:
             self.log.append(entry, writer=writer, clock=clock, check=check)
 
-    def collect(self, keep_newest: int, *, reach_back: int = 0, writer: Writer, clock: Clock) -> list[str]:
-        """Keep the newest checkpoints and the milestones, delete the rest and all leftovers; the paths that went.
+    def collect(self, keep: Keep, *, writer: Writer, clock: Clock) -> list[str]:
+        """Keep the milestones and what the rules keep, delete the rest and all leftovers; the paths that went.
 
-        reach_back: the newest one that is so many steps older than the newest of all stays, too.
-
-        Raises Fenced unless this object opened the newest generation. Cost: two LISTs and one delete per object.
+        Raises Fenced unless this object opened the newest generation. Cost: two LISTs and one delete per object; with `keep.best` what
+        the journals have got since the last time is read, some 8 us per step.
         """
-        if keep_newest < 1:
-            raise ValueError(f"keep_newest is {keep_newest}: at least one checkpoint must be kept")
+        if keep.newest < 1:
+            raise ValueError(f"Keep(newest={keep.newest}): at least one checkpoint must be kept")
+        values = self._values(keep)
         with self._lock:
             check_collector(self.log.state, self._opened)
             assert self._opened is not None
             in_grace = {key_of(c) for c in self.log.state.condemned} - self._out_of_grace
             collector = Collector(self.tier, self.log, self._catalog, self._others, self._holds, opened=self._opened)
-            return collector.run(keep_newest, in_grace, reach_back=reach_back, writer=writer, clock=clock)
+            return collector.run(keep, values, in_grace, writer=writer, clock=clock)
 
     def verify(self) -> VerifyReport:
         """Recompute every digest and root of everything that is not condemned from the stored bytes. Cost: reads it all once."""
@@ -298,6 +302,16 @@ class Repository:
         with self._lock:
             self._holds.let_go()
             self._catalog.forget_others({key_of(c) for c in self.log.state.commits})
+
+    def _values(self, keep: Keep) -> Values:
+        """Read outside the lock: the first time it may take seconds, and a start waits for nobody who holds that."""
+        if keep.best is None:
+            return {}
+        if self._logged is None or self._logged.metric != keep.best.metric:
+            self._logged = LoggedValues(self.tier, self.lineage, keep.best.metric)
+        with self._lock:
+            state = self.log.state
+        return self._logged.of(state, state.commits)
 
     def _encoder(self, encoding: Encoding, base: CommitEntry | None) -> Encoder:
         if base is not None:

@@ -17,7 +17,7 @@ from unbroken.core.errors import CheckFailed, Damaged, SaveFailed, Transient, de
 from unbroken.core.messages import Begin, Failed, Opened, Rules, SlotSource
 from unbroken.core.os import memory_file
 from unbroken.core.ports import SystemClock, SystemNonces, arm
-from unbroken.core.records import RootRecord, SlotIndex, StepRecord
+from unbroken.core.records import Keep, RootRecord, SlotIndex, StepRecord
 from unbroken.daemon.drain import Cargo, Poisoned, drain
 from unbroken.daemon.folder import LiveJournal, RunFolder
 from unbroken.daemon.plan import MemoryCut
@@ -176,7 +176,7 @@ def test_I11_a_start_does_not_wait_for_a_long_collection(folder: RunFolder) -> N
         removing.set()
         time.sleep(0.2)
 
-    folder._keep = 1
+    folder.rules = Rules(keep=Keep(newest=1))
     arm("store.delete", slow)
     collecting = threading.Thread(target=folder.collect, args=(folder.repository,))
     collecting.start()

@@ -20,7 +20,7 @@ from tests.rigs.store_run import (
     whole_value,
 )
 from unbroken.core.errors import Fenced, Transient
-from unbroken.core.records import CommitEntry, Generation, LogState
+from unbroken.core.records import CommitEntry, Generation, Keep, LogState
 from unbroken.store import paths
 from unbroken.store.collect import withdrawn
 from unbroken.store.layout import Part
@@ -95,7 +95,7 @@ def test_B38_one_that_a_rollback_may_need_is_kept_besides(keep: int, reach_back:
     for step in range(10, 60, 10):
         trainer.save(step)
     state = trainer.repository.log.state
-    gone = withdrawn(state, keep, set(), set(), reach_back)
+    gone = withdrawn(state, Keep(newest=keep, reach_back=reach_back), {}, {})
     assert {commit.step for commit in state.commits} - {commit.step for commit in gone} == kept
 
 
@@ -246,7 +246,7 @@ def test_I6_only_the_writer_of_the_newest_generation_collects() -> None:
     trainer.save(10)
     trainer.save(20)
     with pytest.raises(Fenced, match="has opened no generation"):
-        Repository.open(tier).collect(1, writer=WRITER, clock=CLOCK)
+        Repository.open(tier).collect(Keep(newest=1), writer=WRITER, clock=CLOCK)
     start(tier)
     before = tier.snapshot()
     with pytest.raises(Fenced, match="opened generation 0"):
@@ -371,7 +371,7 @@ def test_withdrawn_says_what_goes() -> None:
     )
 
     def going(keep: int, borrowed: set[tuple[int, int]]) -> list[tuple[int, int]]:
-        return [(c.step, c.generation) for c in withdrawn(log, keep, borrowed, set())]
+        return [(c.step, c.generation) for c in withdrawn(log, Keep(newest=keep), {}, dict.fromkeys(borrowed, "needed"))]
 
     assert going(1, set()) == [(20, 1), (30, 1), (30, 2)]
     assert going(2, {(20, 1)}) == [(30, 1)]

@@ -123,14 +123,22 @@ class DiskTier:
     def sweep(self) -> list[str]:
         """Remove temporaries of this host's processes that have ended; those of other hosts may still be written and stay."""
         removed = []
+        for path in self.temporaries():
+            with suppress(OSError):  # safe to go on: a temporary that stays is never listed, the next sweep meets it again
+                os.unlink(os.path.join(self.root, path))
+                removed.append(path)
+        return sorted(removed)
+
+    def temporaries(self) -> dict[str, int]:
+        """What `sweep` would remove, with its size in bytes."""
+        found = {}
         for path in _files(self.root):
             match = _TEMPORARY.fullmatch(os.path.basename(path))
             if match is None or match[2] != self._host or (match[3] == self._boot and is_alive(int(match[1]))):
                 continue
-            with suppress(OSError):  # safe to go on: a temporary that stays is never listed, the next sweep meets it again
-                os.unlink(path)
-                removed.append(os.path.relpath(path, self.root).replace(os.sep, "/"))
-        return sorted(removed)
+            with suppress(OSError):  # its own sweep has just removed it
+                found[os.path.relpath(path, self.root).replace(os.sep, "/")] = os.lstat(path).st_size
+        return found
 
     def list(self, prefix: str) -> list[str]:
         if not prefix and os.path.lexists(self.root) and not os.path.isdir(self.root):
