@@ -29,6 +29,7 @@ from unbroken.daemon.board import Board
 from unbroken.daemon.drain import Outcome
 from unbroken.daemon.folder import RunFolder
 from unbroken.daemon.growth import Growth
+from unbroken.daemon.scrub import Scrub
 from unbroken.daemon.verdict import Decision, Refusals
 from unbroken.daemon.watchdog import Watchdog
 from unbroken.shm.channel import address, listen
@@ -73,6 +74,7 @@ class Daemon:
         self._notes: deque[m.Note] = deque(maxlen=MAX_NOTES)
         self._failures: deque[str] = deque(maxlen=MAX_FAILURES)
         self._outcomes: deque[Outcome] = deque()
+        self._scrub = Scrub(clock, nonces, self._server.wake)
         self._growth = Growth(self._server, self._board, self._refusal, say)
         self._lonely_since: float | None = clock.monotonic()
         self._ending_since: float | None = None
@@ -107,6 +109,9 @@ class Daemon:
             self._growth.turn()
             while self._outcomes:
                 self._board.drained(self._outcomes.popleft())
+            for found in self._scrub.take():
+                self._board.write_events([found.event(self._board.last_applied or 0)])
+                self._tell(m.DamageFound(text=str(found)[:MAX_FAILURE_CHARS]))
             self._pass_verdict(self._refusals.expire(self._clock.monotonic()))
         return self._close()
 
@@ -169,6 +174,7 @@ class Daemon:
 
     def _close(self) -> int:
         self._board.write_events([_event(note, self._board.last_applied or 0) for note in self._notes])
+        self._scrub.stop()
         is_durable = self._board.stop()
         self._server.close()
         self._folder.close()
@@ -213,6 +219,8 @@ class Daemon:
         if isinstance(message, m.Failed):
             self._failures.append(f"step {message.step}: {message.text[:MAX_FAILURE_CHARS]}")
             say(f"checkpoint of step {message.step} failed: {message.text}")
+        elif isinstance(message, m.DamageFound):
+            say(f"damage found: {message.text}")
         for client in self._server:
             if client.rank >= 0:
                 self._server.send(client, message)
@@ -270,6 +278,7 @@ class Daemon:
         self._notes.clear()
         self._refusals.opened()
         self._board.open(journal)
+        self._scrub.begin(self._folder.repository, self._directory, self._folder.rules.scrub_s)
         client.send(m.Opened(**{**_fields(message), "entry": journal.generation}))
 
     def _need_slots(self, client: Client, message: m.NeedSlots) -> None:

@@ -39,12 +39,13 @@ class Options(TypedDict, total=False):
     "accuracy max 3") the best by a metric given to `run.log`. milestone_every: "1000 steps" makes each such step's checkpoint a
     milestone, which stays (default: none). full_every: "1000 steps" or "6h" stores checkpoints as exact differences from the one
     before, and whole at least so often, counted across restarts (default: none; all are stored whole, but for what has not changed).
-    hang_timeout: how long a rank may stand still inside a step, such as "600s", before all are ended and started again; "auto"
-    (default) learns it from the run's own steps: 5 times their median and spread, at least 30 s; None: nobody watches. Evaluations
-    (`run.eval`), saves, starts and first steps may take longer, and in a notebook or under a debugger nobody watches. log_to: sinks of
-    metrics, "jsonl" (default: metrics.jsonl in the run folder), "jsonl:FILE", "tensorboard:DIR", "wandb:PROJECT", "mlflow:URI",
-    "swanlab:PROJECT", a list of them (or none), an `unbroken.loggers.Sink` of your own. lineage: the branch to go on with, made by
-    `unbroken branch` (default "main", the run itself). anomalies: what is done about NaN and loss spikes, an `unbroken.Anomalies`. start_from: where a run that is not there yet
+    scrub_every: "24h" has the daemon read stored checkpoints again so often (default: never). hang_timeout: how long a rank may stand
+    still inside a step, such as "600s", before all are ended and started again; "auto" (default) learns it from the run's own steps: 5
+    times their median and spread, at least 30 s; None: nobody watches. Evaluations (`run.eval`), saves, starts and first steps may take
+    longer, and in a notebook or under a debugger nobody watches. log_to: sinks of metrics, "jsonl" (default: metrics.jsonl in the run
+    folder), "jsonl:FILE", "tensorboard:DIR", "wandb:PROJECT", "mlflow:URI", "swanlab:PROJECT", a list of them (or none), an
+    `unbroken.loggers.Sink` of your own. lineage: the branch to go on with, made by `unbroken branch` (default "main", the run itself).
+    anomalies: what is done about NaN and loss spikes, an `unbroken.Anomalies`. start_from: where a run that is not there yet
     takes its state from: somebody else's checkpoint, or DIR@STEP; a dict {"source": ..., "take": ["model"]} for parts of it.
     """
 
@@ -57,6 +58,7 @@ class Options(TypedDict, total=False):
     keep_hours: int | None
     keep_best: str | None
     milestone_every: str | None
+    scrub_every: str | None
     full_every: str | None
     reduce: Reduce
     hang_timeout: str | None
@@ -103,6 +105,7 @@ class RunConfig:
     log_to: tuple[Target, ...] = (Target(JSON_LINES),)
     milestone_every: int | None = None
     full_every: Interval | None = None
+    scrub_every: float | None = None
     lineage: str = MAIN_LINEAGE
     anomalies: Anomalies = field(default_factory=Anomalies)
     replay: Replay | None = None
@@ -154,6 +157,13 @@ def _milestone_steps(text: Any) -> int:
         if (steps := _interval(text).steps) is not None:  # a time is not the same on every rank, nor in the run that is done again
             return steps
     raise ValueError('give a number of steps, such as "1000 steps"')
+
+
+def _scrub_seconds(text: Any) -> float:
+    with contextlib.suppress(ValueError):
+        if (seconds := _interval(text).seconds) is not None and seconds >= 1:
+            return seconds
+    raise ValueError('give a time of at least 1 s, such as "24h"')
 
 
 def _hang_timeout(text: Any) -> float | Literal["auto"] | None:
@@ -282,6 +292,14 @@ RUN = Table(
             help="Checkpoints are stored as exact differences from the one before, and whole at least so often, as milestones are. "
             "Default: all are whole.",
             check=_interval,
+        ),
+        Setting(
+            name="scrub_every",
+            default=None,
+            accepts='a time, such as "24h"',
+            help="So often the daemon reads all stored checkpoints again, at most 32 MiB/s, and warns of damage. Default: never; what a "
+            "start loads is verified in any case.",
+            check=_scrub_seconds,
         ),
         Setting(
             name="hang_timeout",

@@ -291,6 +291,7 @@ class Opening:
             keep=self.config.rules,
             full_steps=None if full is None else full.steps,
             full_s=None if full is None else full.seconds,
+            scrub_s=self.config.scrub_every,
         )
 
     def _birth_facts(self) -> dict[str, Any]:

@@ -39,13 +39,14 @@ class Welcome(Struct, frozen=True, kw_only=True, tag="welcome"):
 class Rules(Struct, frozen=True, kw_only=True):
     """How the daemon keeps a run. `allow_nonfinite`: snapshots that hold NaN may become checkpoints. `keep`: which of them stay (None: as
     said at the run's birth). With `full_steps` or `full_s` checkpoints are stored as differences from the one before, and whole when one
-    that is has become so many steps or seconds old.
+    that is has become so many steps or seconds old. `scrub_s`: so often all that is stored is read again.
     """
 
     allow_nonfinite: bool = False
     keep: Keep | None = None
     full_steps: int | None = None
     full_s: float | None = None
+    scrub_s: float | None = None
 
 
 class Begin(Struct, frozen=True, kw_only=True, tag="begin"):
@@ -210,6 +211,12 @@ class Failed(Struct, frozen=True, kw_only=True, tag="failed"):
     poisoned: bool = False
 
 
+class DamageFound(Struct, frozen=True, kw_only=True, tag="damage_found"):
+    """Something that stored checkpoints need is damaged; training goes on."""
+
+    text: str
+
+
 class Status(Struct, frozen=True, kw_only=True, tag="status"):
     """Ask for a picture of the daemon."""
 
@@ -260,6 +267,7 @@ Message = (
     | Leaving
     | Committed
     | Failed
+    | DamageFound
     | Status
     | StatusReply
     | Note

@@ -9,9 +9,23 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from unbroken.core import errors
-from unbroken.core.errors import SaveWarning, StepLost
+from unbroken.core.errors import CheckpointWarning, SaveWarning, StepLost
 from unbroken.core.limits import CONNECT_TIMEOUT_S, REPLY_TIMEOUT_S
-from unbroken.core.messages import Bye, Committed, Error, Failed, Hello, Leaving, Message, Refuse, Status, StatusReply, Verdict, Welcome
+from unbroken.core.messages import (
+    Bye,
+    Committed,
+    DamageFound,
+    Error,
+    Failed,
+    Hello,
+    Leaving,
+    Message,
+    Refuse,
+    Status,
+    StatusReply,
+    Verdict,
+    Welcome,
+)
 from unbroken.core.ports import Clock
 from unbroken.core.records import MAIN_LINEAGE
 from unbroken.shm.channel import Channel, connect
@@ -222,6 +236,9 @@ class Link:
                     self.poison, self.poisoned_step = message.text, message.step
                 return
             warnings.warn(f"checkpoint of step {message.step} not saved, training goes on: {message.text}", SaveWarning, stacklevel=4)
+        elif isinstance(message, DamageFound):
+            text = f"a stored checkpoint is damaged, training goes on, and the next start passes it over: {message.text}"
+            warnings.warn(text, CheckpointWarning, stacklevel=4)
         elif isinstance(message, Error):  # nobody waits for it: a snapshot or a journal record was refused
             self._refusal = f"{message.kind}: {message.text}"
             warnings.warn(f"the node daemon refused what this rank sent, training goes on: {self._refusal}", SaveWarning, stacklevel=4)

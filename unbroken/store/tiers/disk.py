@@ -161,6 +161,11 @@ class DiskTier:
         with _explained(path), suppress(FileNotFoundError, NotADirectoryError):
             os.unlink(self._locate(path))
 
+    def forget(self, path: str) -> None:
+        """Drop an object's pages from the cache, so that who reads it next reads the disk."""
+        with _explained(path), self._opened(path) as fd:
+            forget_pages(fd)
+
     def _temporary(self, name: str) -> str:
         return f".{name[:100]}.{os.getpid()}-{self._host}-{self._boot}.tmp-{self._nonces.nonce()}"
 
