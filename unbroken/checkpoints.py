@@ -22,6 +22,7 @@ from msgspec import Struct
 from unbroken.archive import reading
 from unbroken.archive.background import Background
 from unbroken.archive.branching import Branch, LineageInfo, list_lineages, make_branch
+from unbroken.archive.compacting import Compaction, compact
 from unbroken.archive.comparing import Difference, choose_commits, compare
 from unbroken.archive.exporting import Export, export
 from unbroken.archive.pruning import Pruning, prune
@@ -534,6 +535,14 @@ class Archive:
         wanted = None if all(value is None for value in given.values()) else rules(given)
         with naming(self._root):
             return prune(self._tier, self._repository.lineage, wanted, dry_run=dry_run, clock=SystemClock(), nonces=SystemNonces())
+
+    def compact(self, *, dry_run: bool = False) -> Compaction:
+        """Store again what is needed of files that are mostly not, and shorten chains of differences where that frees space.
+
+        No checkpoint goes and no bit of one changes. Refused while somebody writes, and where something is not whole.
+        """
+        with naming(self._root):
+            return compact(self._tier, self._repository.lineage, dry_run=dry_run, clock=SystemClock(), nonces=SystemNonces())
 
     def verify(self) -> VerifyReport:
         """Recompute every digest and root of what is not condemned from stored bytes. Cost: reads everything once."""

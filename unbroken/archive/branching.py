@@ -147,7 +147,7 @@ def _require_base(source: Repository, base: CommitEntry) -> None:
     """Was the base still in its lineage's log after everybody who deletes could see that we need it?"""
     source.refresh()
     require_lineage(source.log)
-    if all((c.step, c.generation) != (base.step, base.generation) for c in source.visible()):
+    if base not in source.visible():  # this very one: what has been stored anew meanwhile is in other files
         raise NoCheckpoint(f"the checkpoint of step {base.step} was removed while it was branched from: choose another step")
 
 

@@ -163,19 +163,21 @@ def commit_of(repository: Repository, step: int) -> CommitEntry:
 
 def exactly(repository: Repository, step: int, use: Callable[[CommitEntry], T]) -> Found[T]:
     """The checkpoint of this step; Damaged if it is not whole, NoCheckpoint if there is none, also if it was withdrawn meanwhile."""
-    commit = commit_of(repository, step)
-    try:
-        return Found(commit, use(commit))
-    except Damaged:
-        if _is_withdrawn(repository, commit):
-            commit_of(repository, step)  # says what there is now
-        raise
+    for _ in range(_MAX_TRIES):
+        commit = commit_of(repository, step)  # at a second try it says what there is now, or finds what was stored anew
+        try:
+            return Found(commit, use(commit))
+        except Damaged as error:
+            damage = error
+            if not _is_withdrawn(repository, commit):
+                break
+    raise damage
 
 
 def _is_withdrawn(repository: Repository, commit: CommitEntry) -> bool:
-    """True if the log, read again, does not hold this commit any more: then its objects may go at any time."""
+    """True if the log, read again, does not hold this very commit any more: then its objects may go at any time."""
     repository.refresh()
-    return all((c.step, c.generation) != (commit.step, commit.generation) for c in repository.log.state.commits)
+    return commit not in repository.log.state.commits
 
 
 def newest_good(repository: Repository, use: Callable[[CommitEntry], T]) -> Found[T]:

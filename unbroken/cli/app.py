@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import unbroken
-from unbroken.cli import branch, certify, demo, diff, doctor, export, import_source, logs, ls, materialize, prune, run, show, verify
+from unbroken.cli import branch, certify, compact, demo, diff, doctor, export, import_source, logs, ls, materialize, prune, run, show, verify
 from unbroken.cli.output import fail
 
 app = typer.Typer(
@@ -19,7 +19,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("run", context_settings=run.PASS_EVERYTHING_ON, add_help_option=False)(run.command)
-for _module in (demo, ls, show, logs, verify, certify, diff, export, branch, materialize, prune, doctor):
+for _module in (demo, ls, show, logs, verify, certify, diff, export, branch, materialize, prune, compact, doctor):
     app.command(_module.__name__.rpartition(".")[2])(_module.command)
 app.command("import")(import_source.command)
 

@@ -58,7 +58,7 @@ class _Audit:
     """Findings so far. Those about a commit's objects count only while the commit is in the log: it may be pruned meanwhile."""
 
     def __init__(self, tier: Tier, lineage: str) -> None:
-        self.by_commit: dict[Key, dict[str, str]] = {}
+        self.by_commit: dict[Key, tuple[CommitEntry, dict[str, str]]] = {}
         self._tier = tier
         self._lineage = lineage
         self._lasting: dict[str, str] = {}
@@ -126,15 +126,14 @@ class _Audit:
             except Damaged as e:
                 found[e.path] = e.reason
         if found:
-            self.by_commit[key_of(commit)] = found
+            self.by_commit[key_of(commit)] = commit, found
 
     def result(self, now: LogState) -> list[tuple[str, str]]:
         """Everything bad that is not condemned, sorted by path."""
         condemned = {key_of(c) for c in now.condemned}
-        there = {key_of(c) for c in now.commits} - condemned
         bad = {path: reason for path, reason in self._lasting.items() if path not in condemned_objects(now)}
-        for key, found in self.by_commit.items():
-            if key in there:
+        for key, (commit, found) in self.by_commit.items():
+            if key not in condemned and commit in now.commits:
                 bad |= found
         return sorted(bad.items())
 

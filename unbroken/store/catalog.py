@@ -27,12 +27,12 @@ class Catalog:
 
     def __init__(self, tier: Tier) -> None:
         self._tier = tier
-        self._chunks: dict[Key, tuple[Located, ...]] = {}
+        self._chunks: dict[Key, tuple[tuple[ManifestRef, ...], tuple[Located, ...]]] = {}
         self._of_node: dict[tuple[Key, int], tuple[Located, ...]] = {}
 
-    def put(self, key: Key, manifests: Iterable[Manifest]) -> None:
+    def put(self, commit: CommitEntry, manifests: Iterable[Manifest]) -> None:
         """Remember a commit just made, so that its manifests need not be read back."""
-        self._chunks[key] = tuple(chunk for manifest in manifests for chunk in locate(manifest.chunks))
+        self._chunks[key_of(commit)] = commit.manifests, tuple(chunk for manifest in manifests for chunk in locate(manifest.chunks))
 
     def forget_others(self, keys: Collection[Key]) -> None:
         """Drop what belongs to none of these commits."""
@@ -41,10 +41,11 @@ class Catalog:
 
     def chunks(self, commit: CommitEntry) -> tuple[Located, ...]:
         """All chunks of a commit, bases too. Raises Damaged when one of its manifests is."""
-        key = key_of(commit)
-        if key not in self._chunks:
-            self.put(key, (load_manifest(self._tier, ref, commit) for ref in commit.manifests))
-        return self._chunks[key]
+        known, chunks = self._chunks.get(key_of(commit), ((), ()))
+        if not known or known != commit.manifests:  # the same checkpoint may have been committed again with other manifests
+            self.put(commit, (load_manifest(self._tier, ref, commit) for ref in commit.manifests))
+            _, chunks = self._chunks[key_of(commit)]
+        return chunks
 
     def _own_chunks(self, commit: CommitEntry, node: int) -> tuple[Located, ...]:
         """Those of the manifest that this node wrote, none if it wrote none."""

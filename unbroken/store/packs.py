@@ -50,7 +50,7 @@ class Place(NamedTuple):
 class Chunk(NamedTuple):
     """Bytes on their way into a pack. `number` is the chunk's place in its manifest; `place` None: small pieces share it.
 
-    `stored` is what is written in place of `data`, by `codec`; None: `data` itself.
+    `stored` is what is written in place of `data`, by `codec`; None: `data` itself. `raw_bytes`: size of `data` where that is not at hand.
     """
 
     number: int
@@ -59,6 +59,12 @@ class Chunk(NamedTuple):
     place: Place | None = None
     codec: int = IDENTITY
     stored: Buffer | None = None
+    raw_bytes: int = -1
+
+    @property
+    def num_raw(self) -> int:
+        """Size before encoding."""
+        return len(self.data) if self.raw_bytes < 0 else self.raw_bytes
 
 
 class Origin(NamedTuple):
@@ -122,13 +128,13 @@ class _Body:
         yield self._header
         offset = len(self._header)
         footer: list[Packed] = []
-        while self.left_over is not None and (not footer or offset + len(self.left_over.data) <= PACK_BYTES):
+        while self.left_over is not None and (not footer or offset + self.left_over.num_raw <= PACK_BYTES):
             chunk = self.left_over
             gap = -offset % ALIGN_BYTES
             offset += gap
             data = chunk.data if chunk.stored is None else chunk.stored
             ref = ChunkRef(
-                id=chunk.id, pack=self.path, offset=offset, stored_bytes=len(data), raw_bytes=len(chunk.data), codec=chunk.codec,
+                id=chunk.id, pack=self.path, offset=offset, stored_bytes=len(data), raw_bytes=chunk.num_raw, codec=chunk.codec,
                 sum=UNSET if chunk.codec == IDENTITY else join_leaves(chunk_leaves(data)),
             )  # fmt: skip
             footer.append(packed(ref))
@@ -160,6 +166,14 @@ def read_chunk(tier: Tier, ref: ChunkRef, base: Buffer | None = None) -> Read:
     if join_leaves(leaves) != ref.id:
         raise Damaged(ref.pack, f"chunk at {ref.offset} does not match its digest {ref.id[:16]}")
     return Read(data, leaves)
+
+
+def read_stored(tier: Tier, ref: ChunkRef) -> Buffer:
+    """A chunk's bytes as they are stored, verified. Raises as `read_chunk` does."""
+    sum_ = ref.id if ref.sum is UNSET else ref.sum
+    return read_chunk(
+        tier, ChunkRef(id=sum_, pack=ref.pack, offset=ref.offset, stored_bytes=ref.stored_bytes, raw_bytes=ref.stored_bytes)
+    ).data
 
 
 def audit_pack(tier: Tier, path: str) -> dict[Packed, list[bytes]]:

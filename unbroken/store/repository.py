@@ -321,7 +321,7 @@ class Repository:
 
     def _remember(self, commit: CommitEntry, manifests: Sequence[Manifest]) -> None:
         with self._lock:
-            self._catalog.put(key_of(commit), manifests)
+            self._catalog.put(commit, manifests)
 
     def _origin(self, generation: int, nonce: str) -> Origin:
         """Objects carry the generation of their writer: ours, also when what is written was frozen under an older one."""

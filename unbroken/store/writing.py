@@ -90,6 +90,25 @@ class Writing:
 
         return self._keep(make, hold, origin)
 
+    def store(self, chunks: Iterator[Chunk], origin: Origin, number: int) -> dict[int, ChunkRef]:
+        """Put chunks of checkpoints there are into packs of their own, durable on return; after an error nothing of it stays."""
+        hold = Hold(0, origin.generation)
+        try:
+            return write_packs(self._tier, chunks, origin, lambda: self._new_pack(hold, origin), number)
+        except BaseException:  # raised again: whatever it was, what no commit will ever name must not stay
+            self._undo(hold)
+            raise
+
+    def rename(self, manifest: Manifest, origin: Origin) -> ManifestRef:
+        """Store a manifest of a checkpoint there is under a name of its own, durable on return; not yet named by a commit."""
+        return self._store_manifest(manifest, Hold(manifest.step, manifest.generation), origin)
+
+    def _new_pack(self, hold: Hold, origin: Origin) -> str:
+        path = paths.pack(self._name(origin))
+        with self._lock:
+            hold.own.add(path)
+        return path
+
     def _keep(self, make: Callable[[], Manifest], hold: Hold, origin: Origin) -> tuple[Manifest, ManifestRef]:
         written = None
         try:
@@ -127,14 +146,10 @@ class Writing:
                         bases[chunk.number] = base
                     yield encoded
 
-        def new_path() -> str:
-            path = paths.pack(self._name(origin))
-            with self._lock:
-                hold.own.add(path)
-            return path
-
         chunks = unknown() if layout.size_bytes < AHEAD_BYTES else ahead(unknown())
-        written = write_packs(self._tier, chunks, origin, new_path, PLAIN_FORMAT if encoder is None else ENCODED_FORMAT)
+        written = write_packs(
+            self._tier, chunks, origin, lambda: self._new_pack(hold, origin), PLAIN_FORMAT if encoder is None else ENCODED_FORMAT
+        )
         failpoint("store.write.after_packs")
         found |= {number: Located(ref, bases.get(number)) for number, ref in written.items()}
         if bases and encoder is not None:

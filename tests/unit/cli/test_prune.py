@@ -1,4 +1,4 @@
-"""`unbroken prune` as a process: its JSON, its exit codes, and what it tells people."""
+"""`unbroken prune` and `unbroken compact` as processes: their JSON, their exit codes, and what they tell people."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.rigs.store_run import start, steps
+from tests.rigs.store_run import drifting, start, steps
 from tests.unit.cli.test_commands import json_of, unbroken
 from unbroken.core.os import boot_id, hostname
 from unbroken.core.ports import SystemNonces
 from unbroken.core.records import Writer
+from unbroken.store.deltas import Encoding
 from unbroken.store.lease import WriterLease
 from unbroken.store.tiers.disk import DiskTier
 
@@ -72,3 +73,19 @@ def test_B12_refused_with_exit_code_4_while_somebody_writes_and_3_where_nothing_
     assert steps(tier) == [1, 2, 3, 4]
     assert json_of("prune", tmp_path / "nowhere", code=3)["error"]["kind"] == "NoCheckpoint"
     assert not (tmp_path / "nowhere").exists()
+
+
+def test_I3_compact_says_what_it_does_and_then_there_is_nothing_to_do(tmp_path: Path) -> None:
+    tier = DiskTier(str(tmp_path / "run"))
+    trainer = start(tier, nonces=SystemNonces(), encoding=Encoding(max_depth=9))
+    for step in range(1, 7):
+        trainer.save(step, logical=drifting(step))
+    unbroken("prune", tier.root, "--keep", "2")
+    wanted = {"lineage": str, "dry_run": bool, "steps": list, "num_packs": int, "num_chunks": int, "num_whole": int}
+    foreseen = json_of("compact", tier.root, "--dry-run")
+    assert {key: type(value) for key, value in foreseen.items()} == wanted | {"written_bytes": int, "freed_bytes": int}
+    assert foreseen["steps"] == [5, 6] and foreseen["num_whole"] == 1
+    said = unbroken("compact", tier.root).stdout
+    assert "are stored again" in said and "1 whole; checkpoints concerned: 5, 6" in said and said.rstrip().endswith("freed")
+    assert unbroken("compact", tier.root).stdout == "nothing to do: no file is mostly unneeded\n"
+    assert json_of("verify", tier.root)["ok"] and [one["step"] for one in json_of("ls", tier.root)] == [5, 6]
