@@ -85,3 +85,19 @@ def test_a_milestone_stands_alone(tmp_path: Path) -> None:
 def test_what_full_every_accepts_is_said() -> None:
     with pytest.raises(ValueError, match=r'full_every.*"100 steps"'):
         train(Path("never-made"), 1, full_every="often")
+
+
+def test_I3_B10_a_run_that_is_pruned_and_compacted_in_between_ends_in_the_same_bits(tmp_path: Path) -> None:
+    root = train(tmp_path / "plain", 10)
+    folder = tmp_path / "run"
+    train(folder, 6, full_every="1000 steps")
+    end_daemon(folder)
+    archive = unbroken.open(folder)
+    assert [one.step for one in archive.prune(keep=2).stays] == [5, 6]
+    before = written(folder)
+    made = archive.compact()
+    assert made.steps == [5, 6] and made.num_whole > 0
+    assert written(folder) < before and archive.verify().ok
+    assert train(folder, 10, full_every="1000 steps") == root
+    certificate = unbroken.open(folder).certify(tmp_path / "plain")
+    assert certificate.grade == "exact", certificate.problems

@@ -62,7 +62,8 @@ def compact(tier: DiskTier, lineage: str, *, dry_run: bool, clock: Clock, nonces
         assert generation is not None
         plan = survey(tier, repository.log)
         try:
-            written = Compactor(tier, repository.log, generation, writer=writer, clock=clock, nonces=nonces).run(plan)
+            compactor = Compactor(tier, repository.log, repository.holds, generation, writer=writer, clock=clock, nonces=nonces)
+            written = compactor.run(plan)
         except Damaged as error:
             raise Refused(f"a file that was to be stored again is damaged, and stays as it is: {error}. See `unbroken verify`") from error
         repository.collect(ALL, writer=writer, clock=clock)

@@ -169,15 +169,19 @@ class _Surveyor:
 
 
 class Compactor:
-    """Carries a plan out, as the process that opened `generation`. A defect or a kill leaves nothing but files that no commit names."""
+    """Carries a plan out, as the process that opened `generation`; what nobody needs after that is doomed in `holds`.
 
-    def __init__(self, tier: Tier, log: Log, generation: Generation, *, writer: Writer, clock: Clock, nonces: Nonces) -> None:
+    A defect or a kill leaves nothing but files that no commit names.
+    """
+
+    def __init__(self, tier: Tier, log: Log, holds: Holds, generation: Generation, *, writer: Writer, clock: Clock, nonces: Nonces) -> None:
         self._tier = tier
         self._log = log
         self._generation = generation
         self._writer = writer
         self._clock = clock
-        self._writing = Writing(tier, nonces, Holds(), threading.RLock())
+        self._holds = holds
+        self._writing = Writing(tier, nonces, holds, threading.RLock())
 
     def run(self, plan: Plan) -> int:
         """Copy, then commit again, the oldest first; bytes written. Damaged, with nothing changed, where what it copies is not whole."""
@@ -214,6 +218,7 @@ class Compactor:
 
         failpoint("compact.before_commit")
         self._log.propose(make, writer=self._writer, clock=self._clock)
+        self._holds.doomed |= {ref.path for ref in one.commit.manifests} | plan.packs.keys()  # which another lineage may have written
         failpoint("compact.committed")
 
 

@@ -73,10 +73,10 @@ class Repository:
         self.log = log
         self.lineage = log.lineage
         self._catalog = Catalog(tier)
-        self._holds = Holds()
+        self.holds = Holds()
         self._lock = threading.RLock()
         self._others = OtherLineages(tier, log.lineage)
-        self._writing = Writing(tier, nonces or SystemNonces(), self._holds, self._lock)
+        self._writing = Writing(tier, nonces or SystemNonces(), self.holds, self._lock)
         self._opened: int | None = None
         self._basis = newest_number(log.state)
         self._out_of_grace: set[Key] = set()
@@ -176,7 +176,7 @@ class Repository:
             hold = Hold(step, generation, borrowed={known.key for known in index.values()})
             base = next((c for c in reversed(self.visible()) if c.step < step), None) if encoding is not None else None
             hold.borrowed |= {key_of(base)} if base is not None else set()
-            self._holds.begin(hold)
+            self.holds.begin(hold)
         encoder = None if encoding is None else self._encoder(encoding, base)
         origin = self._origin(generation, nonce)
         try:
@@ -194,7 +194,7 @@ class Repository:
         """
         hold = Hold(base.step, generation.number)
         with self._lock:
-            self._holds.begin(hold)
+            self.holds.begin(hold)
         return self._writing.derive(base, changed, generation, hold, self._origin(generation.number, generation.nonce))
 
     def commit(
@@ -231,7 +231,7 @@ class Repository:
             except _AlreadyCommitted as e:
                 return e.commit
             self._remember(entry, [manifest for manifest, _ in manifests])
-            self._holds.committed(entry)
+            self.holds.committed(entry)
             self._out_of_grace = {key_of(c) for c in self.log.state.condemned}
         return entry
 
@@ -290,7 +290,7 @@ class Repository:
             check_collector(self.log.state, self._opened)
             assert self._opened is not None
             in_grace = {key_of(c) for c in self.log.state.condemned} - self._out_of_grace
-            collector = Collector(self.tier, self.log, self._catalog, self._others, self._holds, opened=self._opened)
+            collector = Collector(self.tier, self.log, self._catalog, self._others, self.holds, opened=self._opened)
             return collector.run(keep, values, in_grace, writer=writer, clock=clock)
 
     def verify(self) -> VerifyReport:
@@ -336,9 +336,9 @@ class Repository:
 
     def _borrowed(self, manifest: Manifest, ref: ManifestRef) -> set[Key]:
         """The commits that must still be visible when this manifest's commit is written."""
-        hold = self._holds.of(ref.path)
+        hold = self.holds.of(ref.path)
         if hold is not None:
             return hold.borrowed
-        if ref.path in self._holds.doomed:
+        if ref.path in self.holds.doomed:
             raise Transient(f"{ref.path}: given up when a later step was committed: write it again")
         return self._catalog.borrowed(manifest, ref, self.log.state)

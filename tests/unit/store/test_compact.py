@@ -66,7 +66,8 @@ def compacted(tier: MemoryTier) -> Plan:
     repository = Repository.open(tier, nonces=CountedNonces("compact"))
     trainer = opened(repository, repository.visible()[-1], CountedNonces("compact 2"))
     plan = survey(tier, repository.log)
-    Compactor(tier, repository.log, trainer.generation, writer=WRITER, clock=CLOCK, nonces=CountedNonces("compact 3")).run(plan)
+    nonces = CountedNonces("compact 3")
+    Compactor(tier, repository.log, repository.holds, trainer.generation, writer=WRITER, clock=CLOCK, nonces=nonces).run(plan)
     repository.collect(ALL, writer=WRITER, clock=CLOCK)
     return plan
 
