@@ -20,7 +20,7 @@ from unbroken.core.os import boot_id, hostname
 from unbroken.core.ports import Clock, Nonces, failpoint
 from unbroken.core.records import CommitEntry, Keep, Writer
 from unbroken.store.collect import Forecast, foresee
-from unbroken.store.lease import WriterLease, holder
+from unbroken.store.lease import WriterLease, holder, is_held_here
 from unbroken.store.lineages import require_log
 from unbroken.store.logged import rules_in_force
 from unbroken.store.repository import Repository
@@ -92,14 +92,18 @@ def rules_of(repository: Repository, keep: Keep | None) -> Keep:
 def writing(tier: DiskTier, lineage: str, clock: Clock) -> Iterator[Writer]:
     """Be the writer of a lineage. Fenced while anybody is: also a Store of this process, whose lease could be had for the asking."""
     Repository.open(tier, lineage)  # what is no run of ours must not get so much as a lock file
-    until_s = clock.monotonic() + WAIT_S
-    while (there := holder(tier.root, lineage)) is not None and there.pid != os.getpid() and clock.monotonic() < until_s:
-        clock.sleep(0.1)
-    if there is not None:
-        who = "this process itself" if there.pid == os.getpid() else f"process {there.pid} on {there.host} (since {there.since})"
-        raise Fenced(f"{tier.root}: {who} is writing this run: wait until it has ended, or close its Store")
+    if is_held_here(tier.root, lineage):
+        raise Fenced(f"{tier.root}: this process itself is writing this run: close its Store first")
     writer = Writer(host=hostname(), pid=os.getpid(), boot_id=boot_id(), since=clock.utc())
-    lease = WriterLease.acquire(tier.root, writer, lineage)
+    until_s = clock.monotonic() + WAIT_S
+    while True:
+        try:
+            lease = WriterLease.acquire(tier.root, writer, lineage)
+            break
+        except Fenced:
+            if clock.monotonic() >= until_s:
+                raise
+        clock.sleep(0.1)
     try:
         yield writer
     finally:
@@ -107,7 +111,12 @@ def writing(tier: DiskTier, lineage: str, clock: Clock) -> Iterator[Writer]:
 
 
 def verified_newest(repository: Repository) -> CommitEntry:
-    """The newest checkpoint, read whole. Refused where it is damaged: older ones may be all that is left."""
+    """The newest checkpoint, read whole. Refused where it is damaged: older ones may be all that is left.
+
+    Refused, too, where the log is: what it does not name any more could still be had back with an entry restored.
+    """
+    if repository.log.damage:
+        raise Refused(f"the log is damaged, and nothing has been removed: restore it from a copy first: {repository.log.damage[0]}")
     seen = repository.visible()
     if not seen:
         raise NoCheckpoint("no checkpoint here, so nothing says what may go")

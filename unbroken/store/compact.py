@@ -27,8 +27,9 @@ from unbroken.store.chains import Located, locate, tabulate
 from unbroken.store.fence import check_collector
 from unbroken.store.holds import Holds
 from unbroken.store.lineages import OtherLineages
+from unbroken.store.loading import Chunks
 from unbroken.store.log import Log, key_of, reach
-from unbroken.store.manifests import Chunks, check_cut, load_manifest
+from unbroken.store.manifests import check_cut, load_manifest
 from unbroken.store.packs import ALIGN_BYTES, Chunk, Origin, read_stored
 from unbroken.store.sealed import ENCODED_FORMAT, PLAIN_FORMAT
 from unbroken.store.writing import Writing

@@ -79,6 +79,12 @@ class WriterLease:
             del _held[self.path]
 
 
+def is_held_here(root: str, lineage: str = paths.MAIN) -> bool:
+    """Does this very process write a lineage of the run in `root`? It could have its own lease for the asking."""
+    lease = _held.get(os.path.join(os.path.realpath(root), *paths.writer(lineage).split("/")))
+    return lease is not None and lease.is_held
+
+
 def holder(root: str, lineage: str = paths.MAIN) -> Writer | None:
     """The living process of this host that says it writes a lineage of the run in `root`; only read, so it may have just come or gone."""
     try:

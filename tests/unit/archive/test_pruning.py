@@ -114,7 +114,7 @@ def test_B12_refused_while_a_store_of_this_process_writes(tmp_path: Path) -> Non
         for k in (1, 2):
             store.save(k, s(k), wait=True)
         before = files(tmp_path)
-        with pytest.raises(Fenced, match=r"this process itself is writing this run: .*close its Store"):
+        with pytest.raises(Fenced, match="this process itself is writing this run: close its Store first"):
             unbroken.open(tmp_path).prune(keep=1)
         assert files(tmp_path) == before
         assert steps_of(unbroken.open(tmp_path).prune(keep=1, dry_run=True)) == ([2], [1])
@@ -199,3 +199,25 @@ def test_an_older_history_stays(tmp_path: Path) -> None:
         (600, ["a history from before a fresh start"]),
     ]
     assert len(tier.list(paths.MANIFESTS)) == 3
+
+
+def test_B12_a_dead_writers_number_that_is_taken_again_stops_nobody(tmp_path: Path) -> None:
+    """As in containers, whose processes have the same numbers every time."""
+    saved(tmp_path, 1, 2)
+    alike = Writer(host=hostname(), pid=os.getpid(), boot_id=boot_id(), since="long ago")
+    (tmp_path / paths.WRITER).write_bytes(msgspec.json.encode(alike))
+    assert steps_of(unbroken.open(tmp_path).prune(keep=1)) == ([2], [1])
+
+
+def test_I2_where_the_log_is_damaged_nothing_goes(tmp_path: Path) -> None:
+    """The files of a commit whose entry is lost look like leftovers, and the entry may be had back from a copy."""
+    saved(tmp_path, 1, 2, 3, 4)
+    entry = tmp_path / paths.log_entry("main", 2)
+    whole_entry = entry.read_bytes()
+    entry.write_bytes(whole_entry[:-9])
+    before = files(tmp_path)
+    with pytest.raises(Refused, match="the log is damaged, and nothing has been removed"):
+        unbroken.open(tmp_path).prune(keep=1)
+    assert {p: v for p, v in files(tmp_path).items() if p != paths.WRITER} == {p: v for p, v in before.items() if p != paths.WRITER}
+    entry.write_bytes(whole_entry)
+    assert steps_of(unbroken.open(tmp_path).prune(keep=4)) == ([1, 2, 3, 4], [])
