@@ -179,14 +179,14 @@ def test_I3_what_is_damaged_is_not_copied_and_nothing_changes() -> None:
 def test_I6_who_has_been_fenced_commits_nothing_again() -> None:
     tier = MemoryTier()
     differences(tier, 1, 2, 3, keep=1)
-    before = content(tier)
+    before, commits = content(tier), Log.open(tier).state.commits
     arm("compact.before_commit", lambda: start(tier) and None)
     try:
         with pytest.raises(Fenced, match="generation 2"):
             compacted(tier)
     finally:
         arm("compact.before_commit", None)
-    assert content(tier) == before
+    assert content(tier) == before and Log.open(tier).state.commits == commits
     start(tier).collect(9)
     assert_tidy(tier)
 

@@ -69,6 +69,7 @@ def test_clocks_that_jump_are_not_times_and_unreadable_times_are_no_hours() -> N
     odd = log(*[commit(n, time) for n, time in enumerate(["", "never", "9999-12-31T23:59:59-23:59", "0001-01-01T00:00:00+23:00"])])
     assert stays(odd, Keep(newest=1, hours=9)) == [3]
     assert stays(log(commit(1, ""), commit(2, "")), Keep(newest=1, hours=9)) == [2]
+    assert stays(log(commit(1, ""), commit(2, "2026-01-31T10:00:00Z")), Keep(newest=1, hours=9)) == [2]
     zones = log(commit(1, "2026-01-31T12:30:00+02:00"), commit(2, "2026-01-31T10:40:00.000Z"))
     assert stays(zones, Keep(newest=1, hours=9)) == [2], "the same hour in UTC"
 
