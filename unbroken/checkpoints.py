@@ -359,7 +359,7 @@ class Diff(Struct, frozen=True, kw_only=True):
 
 
 def open(url: str | os.PathLike[str], lineage: str = MAIN_LINEAGE) -> Archive:
-    """Open a folder that a Store or a Run has written, for reading; only `Archive.branch` adds something to it.
+    """Open a folder that a Store or a Run has written, for reading; only `branch`, `prune` and `compact` change something in it.
 
     lineage: which of its histories, "main" or the name of a branch. NoCheckpoint if nothing is there, ForeignFolder if something else is,
     NewerFormat if a newer version wrote it.
