@@ -45,8 +45,8 @@ class Options(TypedDict, total=False):
     longer, and in a notebook or under a debugger nobody watches. log_to: sinks of metrics, "jsonl" (default: metrics.jsonl in the run
     folder), "jsonl:FILE", "tensorboard:DIR", "wandb:PROJECT", "mlflow:URI", "swanlab:PROJECT", a list of them (or none), an
     `unbroken.loggers.Sink` of your own. lineage: the branch to go on with, made by `unbroken branch` (default "main", the run itself).
-    anomalies: what is done about NaN and loss spikes, an `unbroken.Anomalies`. start_from: where a run that is not there yet
-    takes its state from: somebody else's checkpoint, or DIR@STEP; a dict {"source": ..., "take": ["model"]} for parts of it.
+    anomalies: what is done about NaN and loss spikes, an `unbroken.Anomalies`. start_from: where a run that is not there yet takes its
+    state from: somebody else's checkpoint, or DIR@STEP; a dict {"source": ..., "take": ["model"]} for parts of it.
     """
 
     total_steps: int | None

@@ -8,7 +8,23 @@ from typing import Annotated
 import typer
 
 import unbroken
-from unbroken.cli import branch, certify, compact, demo, diff, doctor, export, import_source, logs, ls, materialize, prune, run, show, verify
+from unbroken.cli import (
+    branch,
+    certify,
+    compact,
+    demo,
+    diff,
+    doctor,
+    export,
+    import_source,
+    logs,
+    ls,
+    materialize,
+    prune,
+    run,
+    show,
+    verify,
+)
 from unbroken.cli.output import fail
 
 app = typer.Typer(
