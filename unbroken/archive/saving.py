@@ -12,7 +12,18 @@ from unbroken.codec.metrics import Value
 from unbroken.core.errors import Fenced, Refused, SaveFailed
 from unbroken.core.os import boot_id, hostname
 from unbroken.core.ports import Clock, Nonces, failpoint
-from unbroken.core.records import BeginRecord, CommitEntry, EventRecord, Generation, Keep, Manifest, ManifestRef, RootRecord, RunFacts, Writer
+from unbroken.core.records import (
+    BeginRecord,
+    CommitEntry,
+    EventRecord,
+    Generation,
+    Keep,
+    Manifest,
+    ManifestRef,
+    RootRecord,
+    RunFacts,
+    Writer,
+)
 from unbroken.store import paths
 from unbroken.store.journal import JournalWriter
 from unbroken.store.lease import WriterLease

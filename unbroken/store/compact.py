@@ -87,7 +87,12 @@ def survey(tier: Tier, log: Log) -> Plan:
                 raise
             continue
         packs = {chunk.pack for manifest in manifests for chunk in manifest.chunks}
-        if commit.step <= limits.get(commit.generation, -1) and key_of(commit) not in condemned and commit.kind != "sharded" and not packs & bad:
+        if (
+            commit.step <= limits.get(commit.generation, -1)
+            and key_of(commit) not in condemned
+            and commit.kind != "sharded"
+            and not packs & bad
+        ):
             held.append(Held(commit, manifests))
         else:  # it may not be committed again: what it needs stays where it is
             pinned |= packs

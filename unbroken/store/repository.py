@@ -300,7 +300,7 @@ class Repository:
     def _hand_over(self) -> None:
         """Another process commits what is written here, or gives it up: nothing of it need be held."""
         with self._lock:
-            self._holds.let_go()
+            self.holds.let_go()
             self._catalog.forget_others({key_of(c) for c in self.log.state.commits})
 
     def _values(self, keep: Keep) -> Values:
