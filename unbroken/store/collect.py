@@ -120,10 +120,12 @@ class Collector:
     def _rubbish(self, state: LogState, rubbish: set[str]) -> tuple[list[str], list[str] | None]:
         """Manifests and packs that nothing needs. None: which packs are needed is not known, as a commit's manifest is damaged.
 
-        The other lineages are asked after the withdrawal: a branch made meanwhile has seen it, or is seen here.
+        The other lineages are asked after the withdrawal: a branch made meanwhile has seen it, or is seen here. Where our own log is
+        damaged nothing is taken for a leftover: it may be of a checkpoint whose entry is lost, and can be had back with that.
         """
         elsewhere = self._others.needed()
-        older = {paths.origin(g.nonce) for g in state.generations if g.number < self._opened}
+        generations = () if self._log.damage else state.generations
+        older = {paths.origin(g.nonce) for g in generations if g.number < self._opened}
         needed = self._holds.own() | elsewhere
         named = {ref.path for commit in state.commits for ref in commit.manifests}
         manifests = sorted(self._candidates(paths.MANIFESTS, rubbish, older) - needed - named)

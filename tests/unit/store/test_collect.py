@@ -226,6 +226,27 @@ def test_what_a_dead_generation_left_unfinished_goes() -> None:
     assert_tidy(tier)
 
 
+def test_I2_what_a_lost_log_entry_named_is_not_taken_for_a_leftover() -> None:
+    """Put the entry back and the checkpoint is there again."""
+    tier = MemoryTier()
+    first = start(tier)
+    for step in (10, 20):
+        first.save(step)
+    entry = paths.log_entry("main", first.repository.log.head)
+    raw = tier.read(entry)
+    first.save(30)
+    tier.delete(entry)
+    second = start(tier)
+    assert second.repository.log.damage
+    for step in range(40, 80, 10):
+        second.save(step)
+        second.collect(keep_newest=2)
+    tier.create(entry, [raw])
+    repository = Repository.open(tier)
+    assert [commit.step for commit in repository.log.state.commits] == [20, 60, 70]
+    assert repository.verify().ok
+
+
 def test_I6_what_a_newer_writer_is_writing_is_not_touched() -> None:
     tier = MemoryTier()
     trainer = start(tier)
