@@ -71,7 +71,8 @@ class WriterLease:
         if self._fd < 0:
             return
         if self.is_held:
-            os.ftruncate(self._fd, 0)
+            with suppress(OSError):  # safe: then the file still names us, and the next writer of this host takes over and says from whom
+                os.ftruncate(self._fd, 0)
             unlock(self._fd)
         os.close(self._fd)
         self._fd = -1

@@ -159,3 +159,15 @@ def test_B12_a_lock_file_that_is_no_file_is_refused_and_nothing_is_written_throu
         WriterLease.acquire(str(tmp_path / "run"), me())
     assert (tmp_path / "precious.txt").read_text() == "my thesis"
     assert not (tmp_path / "nothing.txt").exists()
+
+
+def test_I9_a_disk_that_fails_while_a_lease_is_let_go_does_not_keep_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(fd: int, length: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    lease = WriterLease.acquire(str(tmp_path), me())
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "ftruncate", fail)
+        lease.release()
+    assert not lease.is_held
+    assert try_in_child(str(tmp_path)) == [f"got process {os.getpid()} on {hostname()} (since 2026-01-01T00:00:00.000Z)"]
