@@ -142,7 +142,7 @@ def parse_interval(text: str) -> Interval:
 
 
 def _interval(text: Any) -> Interval:
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", text) if isinstance(text, str) else None
+    match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,15})?)\s*([a-z]+)\s*", text) if isinstance(text, str) else None
     if match:
         number, unit = float(match[1]), match[2]
         if unit in ("step", "steps") and number >= 1 and number == int(number):

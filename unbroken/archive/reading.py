@@ -12,7 +12,7 @@ import msgspec
 
 from unbroken.archive.joining import Joined
 from unbroken.core.errors import Damaged, NoCheckpoint, Permanent
-from unbroken.core.limits import SMALL_PIECE_BYTES
+from unbroken.core.limits import MAX_MESSAGE_BYTES, SMALL_PIECE_BYTES
 from unbroken.core.os import boot_id, hostname, is_alive
 from unbroken.core.ports import Buffer, Tier
 from unbroken.core.records import CommitEntry, LogEntry, Manifest, Piece, StoredPiece, Writer
@@ -251,8 +251,8 @@ def _uncommitted(repository: Repository, newer_than: int) -> Iterator[PassedOver
 def _is_being_written(tier: Tier, lineage: str) -> bool:
     """True if another process may be between a manifest and its log entry right now."""
     try:
-        writer = msgspec.json.decode(tier.read(paths.writer(lineage)), type=Writer)
-    except (FileNotFoundError, Permanent, msgspec.MsgspecError, ValueError):
+        writer = msgspec.json.decode(tier.read(paths.writer(lineage), 0, MAX_MESSAGE_BYTES), type=Writer)
+    except (FileNotFoundError, Permanent, msgspec.MsgspecError, ValueError, RecursionError):
         return False
     if writer.host != hostname():
         return True

@@ -133,7 +133,7 @@ def last_told(path: str) -> tuple[str, str] | None:
     for line in reversed(lines):
         try:
             told = msgspec.json.decode(line, type=dict[str, Any])
-        except msgspec.MsgspecError:
+        except (msgspec.MsgspecError, ValueError, RecursionError):
             continue
         directory, lineage = told.get("directory"), told.get("lineage", MAIN_LINEAGE)
         if isinstance(directory, str) and directory and isinstance(lineage, str):

@@ -69,13 +69,14 @@ def decode(codec: int, stored: Buffer, size_bytes: int, base: Buffer | None = No
         raise ValueError("the width of its numbers is none")
     width = view[0]
     count = size_bytes // width
-    planes = np.empty((count, width), np.uint8)
-    at = _read_planes(view, planes, 1)
+    planes, at = _read_planes(view, count, width)
     if len(view) - at != size_bytes - count * width:
         raise ValueError(f"{len(view) - at} bytes after its planes where {size_bytes - count * width} belong")
     numbers = planes.reshape(-1).view(f"<u{width}")
-    _restore(codec, numbers, _numbers(base, width) if base is not None and codec in NEEDS_BASE else None)
-    whole = planes.reshape(-1).data
+    if base is not None and codec in NEEDS_BASE:
+        numbers = numbers if numbers.flags.writeable else numbers.copy()
+        _restore(codec, numbers, _numbers(base, width))
+    whole = numbers.view(np.uint8).data
     return whole if at == len(view) else b"".join((whole, view[at:]))
 
 
@@ -122,10 +123,8 @@ def _transformed(codec: int, numbers: Numbers, base: Numbers | None) -> Numbers:
     return folded
 
 
-def _restore(codec: int, numbers: Numbers, base: Numbers | None) -> None:
+def _restore(codec: int, numbers: Numbers, base: Numbers) -> None:
     """Undo `_transformed`, in place."""
-    if base is None:
-        return
     if codec == XOR:
         numbers ^= base
     elif codec == DIFFERENCE:
@@ -170,10 +169,10 @@ def _plane(plane: npt.NDArray[np.uint8], compressor: zstandard.ZstdCompressor) -
     return (_ZSTD, data) if len(data) < len(raw) else (_RAW, raw)
 
 
-def _read_planes(view: memoryview, planes: npt.NDArray[np.uint8], at: int) -> int:
-    """Fill the planes; where they end."""
-    count, width = planes.shape
-    decompressor = zstandard.ZstdDecompressor()
+def _read_planes(view: memoryview, count: int, width: int) -> tuple[npt.NDArray[np.uint8], int]:
+    """The planes, and where they end. Room for all is made once the first is there: who claims the largest size has to show something."""
+    decompressor, at = zstandard.ZstdDecompressor(), 1
+    planes: npt.NDArray[np.uint8] | None = None
     for k in range(width):
         if len(view) - at < _PLANE.size:
             raise ValueError("cut short")
@@ -181,9 +180,14 @@ def _read_planes(view: memoryview, planes: npt.NDArray[np.uint8], at: int) -> in
         at += _PLANE.size
         if len(view) - at < length:
             raise ValueError("cut short")
-        planes[:, k] = _read_plane(mode, view[at : at + length], count, decompressor)
+        plane = _read_plane(mode, view[at : at + length], count, decompressor)
         at += length
-    return at
+        if width == 1 and not isinstance(plane, int):
+            return plane.reshape(count, 1), at
+        planes = np.empty((count, width), np.uint8) if planes is None else planes
+        planes[:, k] = plane
+    assert planes is not None
+    return planes, at
 
 
 def _read_plane(mode: int, data: memoryview, count: int, decompressor: zstandard.ZstdDecompressor) -> npt.NDArray[np.uint8] | int:

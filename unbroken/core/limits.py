@@ -29,6 +29,9 @@ MAX_PIECES = 1 << 20
 MAX_POINTER_CHARS = 4096
 """Length of one JSON pointer, and of a path inside the run folder."""
 
+MAX_COUNT = 10**17
+"""Of anything that is counted: one more must still fit the 18 digits of a name and the 64 bits of a header."""
+
 MAX_DEPTH = 64
 """Nesting of containers in a state; beyond it the state is refused by name."""
 

@@ -12,12 +12,12 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from unbroken.core.limits import KEEP_NEWEST, MAX_POINTER_CHARS
+from unbroken.core.limits import KEEP_NEWEST, MAX_COUNT, MAX_POINTER_CHARS
 
 Digest = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 Pointer = Annotated[str, Meta(max_length=MAX_POINTER_CHARS)]
 Path = Annotated[str, Meta(min_length=1, max_length=MAX_POINTER_CHARS)]
-Count = Annotated[int, Meta(ge=0)]
+Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 
 Role = Literal["restored", "compared", "recorded"]
 Layer = Literal["hardware", "framework", "scheduling"]

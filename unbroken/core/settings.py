@@ -136,7 +136,7 @@ def read_file(path: str | None) -> SettingsFile | None:
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
         raise ValueError(f"{path}:{line}: not UTF-8: save it as UTF-8") from None
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # also of Python itself, for numbers of thousands of digits
         where = re.search(r"at line (\d+)", str(error))
         raise ValueError(f"{path}{f':{where[1]}' if where else ''}: not TOML: {error}") from None
     return SettingsFile(path, text, content)
@@ -214,6 +214,10 @@ def _checked(setting: Setting, given: Any, origin: str, head: str) -> Found:
         return Found(setting=setting, given=given, value=setting.check(given), origin=origin)
     except ValueError as error:
         raise ValueError(f"{head}: {error}") from None
+    except TypeError as error:
+        if origin == "argument":
+            raise
+        raise ValueError(f"{head}: {error}") from None  # nobody has passed an argument: a text or a file is wrong, and it has to be named
 
 
 def _nearest(name: str, known: Any) -> str:

@@ -375,7 +375,7 @@ class RunFolder:
         for line in reversed(lines[:-1]):
             try:
                 record = msgspec.json.decode(line, type=JournalLine).record
-            except (msgspec.MsgspecError, UnicodeDecodeError):
+            except (msgspec.MsgspecError, ValueError, RecursionError):
                 continue
             if isinstance(record, StepRecord):
                 return record.step

@@ -72,6 +72,6 @@ def _parsed(line: bytes) -> Opened:
     """One line. What is torn counts as a run that the first attempt has opened, nobody knows where."""
     try:
         found = msgspec.json.decode(line, type=_Line)
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, ValueError, RecursionError):
         return 0, ""
     return found.attempt, found.directory

@@ -162,7 +162,7 @@ def decode(raw: bytes) -> Message:
     """The message in a packet; Damaged if there is none."""
     try:
         return _decoder.decode(raw)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise Damaged("channel", f"a packet of {len(raw)} bytes is no message: {error}") from error
 
 

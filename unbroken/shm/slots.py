@@ -187,7 +187,7 @@ class Slot:
             raise Damaged(name, "index does not match its digest")
         try:
             index = msgspec.json.decode(encoded, type=SlotIndex)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise Damaged(name, f"index is no SlotIndex: {error}") from error
         if (index.generation, index.step, index.rank, index.world_size) != (generation, step, rank, world_size):
             raise Damaged(name, "index and header name different snapshots")

@@ -96,7 +96,7 @@ def fresh(size: int) -> mmap.mmap:
 
 def _is_plain(stored: StoredPiece, chunks: Sequence[ChunkRef]) -> bool:
     """Is it a row of chunks that lie as they are in packs, each once? (A small file can claim any size by naming bytes more than once.)"""
-    if stored.size_bytes < OWN_PAGES_BYTES or _is_repeating(stored):
+    if stored.size_bytes < OWN_PAGES_BYTES or _is_repeating(stored, chunks):
         return False
     refs = [chunks[e.chunk] for e in stored.extents]
     if len({(ref.pack, ref.offset) for ref in refs}) < len(refs) or any(ref.stored_bytes != ref.raw_bytes for ref in refs):
@@ -157,7 +157,7 @@ class Chunks:
 
 def check_claim(stored: StoredPiece, chunks: Chunks) -> None:
     """Raises Damaged for a piece that names bytes more than once, by which a small file can claim any size, unless its digest is right."""
-    if _is_repeating(stored) and _streamed_digest(stored, chunks) != stored.digest:
+    if _is_repeating(stored, chunks.refs) and _streamed_digest(stored, chunks) != stored.digest:
         raise Damaged(chunks.refs[stored.extents[0].chunk].pack, f"piece {stored.piece.pointer} does not match its digest")
 
 
@@ -178,9 +178,10 @@ def assemble(stored: StoredPiece, chunks: Chunks) -> Buffer:
     return piece if isinstance(memory, mmap.mmap) else bytes(memory)
 
 
-def _is_repeating(stored: StoredPiece) -> bool:
+def _is_repeating(stored: StoredPiece, chunks: Sequence[ChunkRef]) -> bool:
     """Does it name bytes more than once? Then a small file can claim any size, and is not believed before its digest is."""
-    return len(set(stored.extents)) < len(stored.extents)
+    places = {(chunks[e.chunk].pack, chunks[e.chunk].offset): chunks[e.chunk].raw_bytes for e in stored.extents}
+    return stored.size_bytes > sum(places.values())
 
 
 def _streamed_digest(stored: StoredPiece, chunks: Chunks) -> str:

@@ -89,7 +89,7 @@ def check_cut(manifests: Sequence[Manifest]) -> str:
     Of a sharded state each manifest has a part: then the root is that of all of them together.
     """
     if not manifests:
-        raise ValueError("a commit needs at least one manifest")
+        raise Damaged("commit", "names no manifest, and needs at least one")
     first = manifests[0]
     name = f"checkpoint of step {first.step}"
     for m in manifests[1:]:
