@@ -10,7 +10,7 @@ DEMO_ARGS ?=
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: setup demo test check bench docs campaign-exact campaigns bench-recovery bench-overhead bench-store help
+.PHONY: setup demo test check bench docs campaign-exact campaign-crash campaigns fuzz bench-recovery bench-overhead bench-store bench-scale help
 
 setup: $(STAMP) ## Make .venv and install everything that is needed, pinned.
 
@@ -45,6 +45,13 @@ campaign-exact: $(STAMP) ## The long form of the exactness tests.
 campaigns: campaign-exact ## Every campaign: 15 demos, 60 kills of the example, 97 stop requests, a million-step journal; about an hour.
 	$(BIN)/python -m pytest $(PYTEST_ARGS) --timeout 3600 -m slow
 
+campaign-crash: $(STAMP) ## A writer of checkpoints is ended in some 2,900 ways (kills, power losses, failing disks and servers): nothing may be lost.
+	$(BIN)/python -W ignore -m bench.crash > bench/results/crash.json.new || (cat bench/results/crash.json.new; exit 1)
+	mv bench/results/crash.json.new bench/results/crash.json
+
+fuzz: $(STAMP) ## The long form of the parsers' fuzz tests, about 20 minutes.
+	UNBROKEN_FUZZ=60 $(BIN)/python -m pytest $(PYTEST_ARGS) --timeout 3600 tests/fuzz
+
 bench-recovery: $(STAMP) ## A worker is killed: seconds to the next finished step, against torchrun with DCP.
 	$(BIN)/python -W ignore -m bench.recovery > bench/results/recovery.json.new
 	mv bench/results/recovery.json.new bench/results/recovery.json
@@ -58,6 +65,10 @@ bench-store: $(STAMP) ## Saving and loading 706 MB against the raw disk and othe
 	mv bench/results/store.json.new bench/results/store.json
 	$(BIN)/python -W ignore -m bench.history > bench/results/history.json.new
 	mv bench/results/history.json.new bench/results/history.json
+
+bench-scale: $(STAMP) ## 4,096 stand-in ranks on 512 nodes against an S3 server, and a folder of 10,000 checkpoints.
+	$(BIN)/python -W ignore -m bench.scale > bench/results/scale.json.new
+	mv bench/results/scale.json.new bench/results/scale.json
 
 help: ## This list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)

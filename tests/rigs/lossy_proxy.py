@@ -1,17 +1,30 @@
-"""A door before a server that can lose answers: the request arrives and is done, the one who asked never learns it."""
+"""A door before a server that can lose answers: the request arrives and is done, the one who asked never learns it; and worse."""
 
 from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 _WAIT_S = 20.0
+LATE_S = 1.5
+SLOW_S = 0.5
+REFUSAL = b"""HTTP/1.1 503 Slow Down\r
+Content-Type: application/xml\r
+Content-Length: 42\r
+Connection: close\r
+\r
+<Error><Code>SlowDown</Code></Error>      """
 
 
 class LossyProxy:
-    """Passes one request per connection on. `lose` answers to requests that begin with `method` are dropped, after the server gave them."""
+    """Passes one request per connection on. `lose` answers to requests that begin with `method` are dropped, after the server gave them.
+
+    `plan` says of a request's first line what happens to it: "" nothing; "503": refused; "drop": not passed on, the connection ends;
+    "lose": done, without an answer; "slow": done after SLOW_S; "late": done after LATE_S, no answer; "half": half of the answer comes.
+    """
 
     def __init__(self, target: str) -> None:
         host, _, port = target.rpartition("/")[2].partition(":")
@@ -20,6 +33,7 @@ class LossyProxy:
         self.endpoint = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self.method = b"PUT"
         self.lose = 0
+        self.plan: Callable[[bytes], str] = lambda line: ""
         self.lost: list[bytes] = []
         self.requests: list[bytes] = []
         self._lock = threading.Lock()
@@ -42,6 +56,13 @@ class LossyProxy:
             client.settimeout(_WAIT_S)
             request = _message(client)
             line = request.partition(b"\r\n")[0]
+            with self._lock:
+                fault = self.plan(line)
+            if fault == "503":
+                client.sendall(REFUSAL)
+            if fault in ("503", "drop"):
+                return
+            time.sleep({"late": LATE_S, "slow": SLOW_S}.get(fault, 0))
             head, _, body = request.partition(b"\r\n\r\n")
             server.sendall(head + b"\r\nConnection: close\r\n\r\n" + body)
             answer = b"".join(iter(lambda: server.recv(1 << 20), b""))
@@ -51,7 +72,9 @@ class LossyProxy:
                 if is_lost:
                     self.lose -= 1
                     self.lost.append(line)
-            if not is_lost:
+            if fault == "half":
+                answer = answer[: len(answer) // 2]
+            if not is_lost and fault not in ("lose", "late"):
                 client.sendall(answer)
 
 

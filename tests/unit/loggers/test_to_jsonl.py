@@ -9,10 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.rigs.store_child import in_child, suicide
+from tests.rigs.synthetic_run import uninterrupted
 from unbroken.core.errors import Damaged, Refused
+from unbroken.core.ports import arm
+from unbroken.loggers import feed
+from unbroken.loggers.choose import Target
 from unbroken.loggers.rows import Row
 from unbroken.loggers.sink import RunInfo
 from unbroken.loggers.to_jsonl import JsonLines
+from unbroken.store.tiers.disk import DiskTier
 
 
 def rows(first: int, last: int) -> list[Row]:
@@ -150,3 +156,27 @@ def test_I9_a_file_that_holds_rows_of_another_run_or_branch_or_of_nobody_known_i
     (tmp_path / "shared.jsonl.run").write_text("a")
     assert sink.open(RunInfo("a", "/a", 4)) == 4
     sink.close()
+
+
+@pytest.mark.parametrize("nth", [1, 2, 3])
+def test_I8_killed_after_a_batch_of_rows_the_file_goes_on_without_a_gap_or_a_row_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nth: int
+) -> None:
+    uninterrupted(DiskTier(str(tmp_path)), num_steps=12)
+    monkeypatch.setattr(feed, "_BATCH_ROWS", 3)
+    left = [nth]
+
+    def strike() -> None:
+        left[0] -= 1
+        if not left[0]:
+            suicide()
+
+    def act(say: object) -> None:
+        arm("log.written", strike)
+        feed.complete(Target("jsonl"), str(tmp_path))
+
+    _, status = in_child(act)
+    assert os.WIFSIGNALED(status)
+    assert feed.complete(Target("jsonl"), str(tmp_path)) == (3 * nth, 12)
+    found = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert found == list(range(1, 13))
