@@ -20,6 +20,7 @@ from unbroken.store import paths
 from unbroken.store.lineages import OtherLineages
 from unbroken.store.repository import Repository
 from unbroken.store.sealed import read_sealed
+from unbroken.store.tiers.disk import DiskTier
 
 Pieces = dict[str, tuple[Piece, Buffer]]
 T = TypeVar("T")
@@ -259,12 +260,12 @@ def _is_being_written(tier: Tier, lineage: str) -> bool:
     return writer.pid != os.getpid() and writer.boot_id == boot_id() and is_alive(writer.pid)
 
 
-def sizes(tier: Tier) -> Iterator[int]:
+def sizes(tier: DiskTier) -> Iterator[int]:
     """Bytes of every object of ours; what is removed meanwhile is passed over."""
     for path in tier.list(""):
         if paths.is_ours(path):
             with suppress(FileNotFoundError):
-                yield tier.size(path)
+                yield os.lstat(os.path.join(tier.root, path)).st_size
 
 
 def commit_times(tier: Tier, lineage: str, head: int, commits: tuple[CommitEntry, ...]) -> Mapping[tuple[int, int], str]:

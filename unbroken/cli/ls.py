@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
-from rich.table import Table
 
 from unbroken.cli.output import DirArgument, JsonOption, console, errors_as_exit_codes, print_json, size
 from unbroken.core.records import MAIN_LINEAGE
@@ -34,7 +33,7 @@ def command(
         there = archive.lineages()
         names = [one.name for one in there] if lineage is None else [lineage]
         trained = [one.name for one in there if one.replay is None and one.name in names]
-        found = [one for name in names for one in open_run(directory, name).steps()]
+        found = [one for name in names for one in (archive if name == names[0] else open_run(directory, name)).steps()]
         between = [one for name in trained for one in open_run(directory, name).replayable()] if with_replayable else []
         if as_json:
             print_json([*found, *({"kind": "replayable", **msgspec.to_builtins(one)} for one in between)])
@@ -42,7 +41,7 @@ def command(
         if not found:
             console().print("no checkpoint yet")
             return
-        console().print(_table(found, with_lineage=len(names) > 1))
+        print(_table(found, with_lineage=len(names) > 1))
         for one in between:
             console().print(_told(one), markup=False)
         console().print(f"{size(archive.stored_bytes())} on disk in all")
@@ -58,10 +57,14 @@ def _told(one: Replayable) -> str:
     return f"{steps}{of} can be made again from {one.base}; {roots}"
 
 
-def _table(found: list[CheckpointInfo], *, with_lineage: bool) -> Table:
-    table = Table("step", "generation", "size", "created", "kind", "root", *(["lineage"] if with_lineage else []), box=None)
+def _table(found: list[CheckpointInfo], *, with_lineage: bool) -> str:
+    """Columns as wide as they need; laid out here because there may be 10,000 rows, for which rich takes seconds."""
+    rows = [("step", "generation", "size", "created", "kind", "root", "lineage")]
     for one in found:
         kind = f"{one.kind}, milestone" if one.milestone else one.kind
-        row = [str(one.step), str(one.generation), size(one.size_bytes), one.created, kind, one.root[:16]]
-        table.add_row(*row, *([one.lineage] if with_lineage else []))
-    return table
+        rows.append((str(one.step), str(one.generation), size(one.size_bytes), one.created, kind, one.root[:16], one.lineage))
+    columns = list(zip(*rows, strict=True))[: None if with_lineage else -1]
+    widths = [max(map(len, column)) for column in columns]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in zip(*columns, strict=True)
+    )

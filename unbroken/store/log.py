@@ -92,7 +92,8 @@ def fold(state: LogState, line: LogEntry) -> LogState:
     if isinstance(entry, GenerationEntry):
         generations.setdefault(entry.generation.number, entry.generation)
     elif isinstance(entry, CommitEntry):
-        commits = (*(c for c in commits if key_of(c) != key_of(entry)), entry)
+        step, generation = key_of(entry)  # without a tuple for each: this is done for every entry that is read
+        commits = (*[c for c in commits if c.step != step or c.generation != generation], entry)
         pruned = tuple(k for k in pruned if k != key_of(entry))
     elif isinstance(entry, CondemnEntry):
         condemned = (*condemned, entry)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
 from msgspec import UNSET
@@ -19,6 +20,8 @@ from unbroken.store import paths
 from unbroken.store.packs import ALIGN_BYTES, MAX_CHUNK_BYTES
 from unbroken.store.sealed import read_bounded, unseal
 from unbroken.store.shards import check_partials, check_shard
+
+_FEW, _READERS = 4, 16
 
 
 def roots(pieces: Iterable[StoredPiece], ranks: Sequence[int]) -> tuple[str, tuple[str, ...]]:
@@ -81,6 +84,18 @@ def load_manifest(tier: Tier, ref: ManifestRef, commit: CommitEntry) -> Manifest
     if (manifest.step, manifest.generation, is_sharded) != (commit.step, commit.generation, commit.kind == "sharded") or not has_root:
         raise Damaged(ref.path, f"belongs to step {manifest.step} of generation {manifest.generation} or has another state root")
     return manifest
+
+
+def load_manifests(tier: Tier, commit: CommitEntry) -> list[Manifest]:
+    """All manifests of a commit, one consistent cut. Of many nodes they are read side by side: each costs a round trip."""
+    if len(commit.manifests) <= _FEW:
+        manifests = [load_manifest(tier, ref, commit) for ref in commit.manifests]
+    else:
+        with ThreadPoolExecutor(_READERS) as readers:
+            manifests = list(readers.map(lambda ref: load_manifest(tier, ref, commit), commit.manifests))
+    if check_cut(manifests) != commit.state_root:
+        raise Damaged(f"checkpoint of step {commit.step}", "its state root does not follow from its manifests")
+    return manifests
 
 
 def check_cut(manifests: Sequence[Manifest]) -> str:

@@ -109,6 +109,12 @@ def manifest_name(path: str) -> ManifestName | None:
     return None if match is None else ManifestName(int(match[1]), int(match[2]), match[3][:16], int(match[4]))
 
 
+def manifest_node(path: str) -> int:
+    """Which node wrote a manifest, as its name says; -1 for a stray."""
+    match = _MANIFEST.fullmatch(path)
+    return -1 if match is None else int(match[4])
+
+
 def pack(nonce: str) -> str:
     return f"packs/{nonce[:2]}/{nonce}.pack"
 

@@ -38,13 +38,16 @@ from unbroken.store.lineages import OtherLineages, require_lineage
 from unbroken.store.loading import read_pieces
 from unbroken.store.log import Key, Log, key_of, newest_generation, newest_number, visible
 from unbroken.store.logged import LoggedValues
-from unbroken.store.manifests import check_cut, commit_entry, load_manifest
+from unbroken.store.manifests import check_cut, commit_entry, load_manifests
 from unbroken.store.packs import Origin
 from unbroken.store.retention import Values
 from unbroken.store.sealed import read_sealed, seal
 from unbroken.store.writing import Share, Writing
 
 __all__ = ["Part", "Repository", "VerifyReport"]
+
+_MANY = 8
+"""Manifests of other processes in one commit, from which on their objects are looked for in a listing first."""
 
 
 @contextmanager
@@ -138,10 +141,8 @@ class Repository:
 
     def manifests(self, commit: CommitEntry) -> list[Manifest]:
         """The commit's manifests, verified. Raises Damaged naming the file."""
-        manifests = [load_manifest(self.tier, ref, commit) for ref in commit.manifests]
-        if check_cut(manifests) != commit.state_root:
-            raise Damaged(f"checkpoint of step {commit.step}", "its state root does not follow from its manifests")
-        self._remember(commit, manifests)
+        manifests = load_manifests(self.tier, commit)
+        self._remember(commit, {ref.path: manifest for ref, manifest in zip(commit.manifests, manifests, strict=True)})
         return manifests
 
     def read_pieces(self, manifest: Manifest, wanted: Iterable[StoredPiece]) -> Iterator[tuple[StoredPiece, Buffer]]:
@@ -172,20 +173,23 @@ class Repository:
         """
         whose = Share(step, generation, nonce, node, world_size)
         with self._lock:
-            index = self._catalog.index(self.log.state, self._others.condemned(), node if partial else None)
-            hold = Hold(step, generation, borrowed={known.key for known in index.values()})
+            index = self._catalog.index(self.log.state, self._condemned_elsewhere, node)
+            hold = Hold(step, generation, borrowed=set(index.commits))
             base = next((c for c in reversed(self.visible()) if c.step < step), None) if encoding is not None else None
             hold.borrowed |= {key_of(base)} if base is not None else set()
             self.holds.begin(hold)
         encoder = None if encoding is None else self._encoder(encoding, base)
         origin = self._origin(generation, nonce)
         try:
-            return self._writing.write(
+            written = self._writing.write(
                 whose, logical, per_rank, index=index, hold=hold, origin=origin, look=look, encoder=encoder, partial=partial
             )
         finally:
             if partial and self._opened is None:
                 self._hand_over()
+        with self._lock:
+            self._catalog.wrote(written[1].path, written[0])
+        return written
 
     def derive(self, base: Manifest, changed: Sequence[Part], generation: Generation) -> tuple[Manifest, ManifestRef]:
         """Store `base`, another lineage's, as a share of a checkpoint of ours with some logical pieces changed; not yet visible.
@@ -225,12 +229,13 @@ class Repository:
             return entry
 
         with self._lock:
-            borrowed = {key for manifest, ref in manifests for key in self._borrowed(manifest, ref)}
+            there = self._listed([ref.path for _, ref in manifests])
+            borrowed = {key for manifest, ref in manifests for key in self._borrowed(manifest, ref, there)}
             try:
                 self.log.propose(make, writer=writer, clock=clock)
             except _AlreadyCommitted as e:
                 return e.commit
-            self._remember(entry, [manifest for manifest, _ in manifests])
+            self._remember(entry, {ref.path: manifest for manifest, ref in manifests})
             self.holds.committed(entry)
             self._out_of_grace = {key_of(c) for c in self.log.state.condemned}
         return entry
@@ -319,9 +324,19 @@ class Repository:
                 return Encoder(encoding, self.tier, key_of(base), self.manifests(base))
         return Encoder(encoding, self.tier, (-1, -1), [])
 
-    def _remember(self, commit: CommitEntry, manifests: Sequence[Manifest]) -> None:
+    def _condemned_elsewhere(self) -> set[str]:
         with self._lock:
-            self._catalog.put(commit, manifests)
+            return self._others.condemned()
+
+    def _listed(self, manifests: Sequence[str]) -> set[str]:
+        """What lies here, if many of these were written by other processes: two listings instead of two requests for each of them."""
+        if sum(self.holds.of(path) is None for path in manifests) < _MANY:
+            return set()
+        return {*self.tier.list(paths.MANIFESTS), *self.tier.list(paths.PACKS)}
+
+    def _remember(self, commit: CommitEntry, manifests: Mapping[str, Manifest]) -> None:
+        with self._lock:
+            self._catalog.put(key_of(commit), manifests)
 
     def _origin(self, generation: int, nonce: str) -> Origin:
         """Objects carry the generation of their writer: ours, also when what is written was frozen under an older one."""
@@ -334,11 +349,11 @@ class Repository:
         numbers = [paths.number(path) for path in self.tier.list(paths.journal_folder(self.lineage))]
         return 1 + max((n for n in numbers if n is not None), default=-1)
 
-    def _borrowed(self, manifest: Manifest, ref: ManifestRef) -> set[Key]:
+    def _borrowed(self, manifest: Manifest, ref: ManifestRef, there: set[str]) -> set[Key]:
         """The commits that must still be visible when this manifest's commit is written."""
         hold = self.holds.of(ref.path)
         if hold is not None:
             return hold.borrowed
         if ref.path in self.holds.doomed:
             raise Transient(f"{ref.path}: given up when a later step was committed: write it again")
-        return self._catalog.borrowed(manifest, ref, self.log.state)
+        return self._catalog.borrowed(manifest, ref, self.log.state, there)

@@ -17,7 +17,7 @@ from unbroken.core.ports import Nonces, Tier, failpoint
 from unbroken.core.records import ChunkRef, Extent, Generation, Manifest, ManifestRef, StoredPiece
 from unbroken.store import paths
 from unbroken.store.ahead import ahead
-from unbroken.store.catalog import Known
+from unbroken.store.catalog import Index
 from unbroken.store.chains import Located, tabulate
 from unbroken.store.deltas import Encoder
 from unbroken.store.holds import Hold, Holds
@@ -56,7 +56,7 @@ class Writing:
         logical: Sequence[AnyPart],
         per_rank: Mapping[int, Sequence[AnyPart]],
         *,
-        index: Mapping[str, Known],
+        index: Index | None,
         hold: Hold,
         origin: Origin,
         look: Look | None = None,
@@ -82,7 +82,7 @@ class Writing:
 
         def make() -> Manifest:
             layout = Layout(changed, {})
-            new = tuple(chunk.ref for chunk in self._store_chunks(layout, {}, hold, origin))
+            new = tuple(chunk.ref for chunk in self._store_chunks(layout, None, hold, origin))
             replaced = {stored.piece.pointer: _moved(stored, len(base.chunks)) for stored in layout.pieces}
             pieces = [replaced.get(s.piece.pointer, s) if s.rank is None else s for s in base.pieces]
             whose = Share(base.step, generation.number, generation.nonce, base.node, base.world_size)
@@ -126,7 +126,7 @@ class Writing:
                 self._undo(hold)
 
     def _store_chunks(
-        self, layout: Layout, index: Mapping[str, Known], hold: Hold, origin: Origin, encoder: Encoder | None = None
+        self, layout: Layout, index: Index | None, hold: Hold, origin: Origin, encoder: Encoder | None = None
     ) -> tuple[Located, ...]:
         found: dict[int, Located] = {}
         bases: dict[int, Located] = {}
@@ -134,7 +134,7 @@ class Writing:
 
         def unknown() -> Iterator[Chunk]:
             for chunk in layout:
-                known = index.get(chunk.id)
+                known = None if index is None else index.get(chunk.id)
                 if known is not None:
                     found[chunk.number] = known.chunk
                     used.add(known.key)

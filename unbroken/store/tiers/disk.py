@@ -145,8 +145,8 @@ class DiskTier:
             raise ForeignFolder("is a file: choose the folder of a run, or a new one")
         with _explained(prefix or self.root):
             start = self._locate(prefix) if prefix else self.root
-            found = [path for path in _files(start) if not _is_temporary(path)]
-            return sorted(os.path.relpath(path, self.root).replace(os.sep, "/") for path in found)
+            skip = len(self.root.rstrip(os.sep)) + 1  # relpath would take 25 us for each
+            return sorted(path[skip:].replace(os.sep, "/") for path in _files(start) if not _is_temporary(path))
 
     def folders(self, prefix: str) -> builtins.list[str]:
         with _explained(prefix or self.root):
