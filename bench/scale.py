@@ -127,18 +127,29 @@ def _kind(line: bytes) -> str:
 
 def requests(server: S3Server, num_nodes: int) -> dict[str, Any]:
     """Requests of one snapshot, of all nodes and per node."""
+    found: dict[str, Any] = {}
     with lossy_proxy(server.endpoint) as proxy:
-        cluster = Cluster([ObjectTier(server.place(), endpoint=proxy.endpoint, timeout_s=120)], num_nodes)
-        found: dict[str, Any] = {}
-        for step, name, frozen in ((1, "first", 0), (2, "all changed", 0), (3, "all changed, after two", 0), (4, "half frozen", 4)):
-            written, writing = counted(proxy, lambda step=step, frozen=frozen: cluster.snapshot(step, frozen=frozen))  # type: ignore[misc]
-            _, committing = counted(proxy, lambda written=written: cluster.commit(written))  # type: ignore[misc]
-            found[name] = {
-                "per_node": round(sum(writing.values()) / num_nodes, 2),
-                "by_kind_per_node": {kind: round(count / num_nodes, 2) for kind, count in sorted(writing.items())},
-                "committer_besides": committing,
-            }
+        for name, nodes, frozen in (("all changed", num_nodes, 0), ("half frozen, on 32 nodes", 32, 4)):
+            found[name] = _requests(server, proxy, nodes, frozen)
             print(f"{name}: {found[name]}", file=sys.stderr, flush=True)
+    return found
+
+
+def _requests(server: S3Server, proxy: LossyProxy, num_nodes: int, frozen: int) -> dict[str, Any]:
+    """Of the first and of the third snapshot. Frozen pieces are large enough to have chunks of their own."""
+    cluster = Cluster([ObjectTier(server.place(), endpoint=proxy.endpoint, timeout_s=120)], num_nodes)
+    found: dict[str, Any] = {}
+    for step in (1, 2, 3):
+        written, writing = counted(
+            proxy,
+            lambda step=step: cluster.snapshot(step, frozen=frozen, piece_bytes=70_000 if frozen else 4096),  # type: ignore[misc]
+        )
+        _, committing = counted(proxy, lambda written=written: cluster.commit(written))  # type: ignore[misc]
+        found["first" if step == 1 else "later"] = {
+            "per_node": round(sum(writing.values()) / num_nodes, 2),
+            "by_kind_per_node": {kind: round(count / num_nodes, 2) for kind, count in sorted(writing.items())},
+            "committer_besides": committing,
+        }
     return found
 
 

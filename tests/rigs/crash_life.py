@@ -20,7 +20,7 @@ from unbroken.archive.branching import make_branch
 from unbroken.codec.digest import text_digest
 from unbroken.core.errors import NoCheckpoint, StoreError, UnbrokenError
 from unbroken.core.ports import Nonces, Tier
-from unbroken.core.records import CommitEntry
+from unbroken.core.records import CommitEntry, EventRecord
 from unbroken.store.deltas import Encoding, is_full_due
 from unbroken.store.repository import Part, Repository
 from unbroken.store.tiers.disk import DiskTier
@@ -138,6 +138,8 @@ class Life:
             whole = milestone or is_full_due(seen, step, StillClock().utc(), FULL_EVERY, None)
             trainer.encoding = Encoding(max_depth=0 if whole else 3)
         words = f"save {lineage} {step}{' milestone' if milestone else ''}"
+        for number in range(step % 3):  # what a save adds to the journal may be more than a disk writes at once
+            trainer.journal.add(EventRecord(name="note", step=step, facts={"words": f"{number}" * 5000}))
         self.say(f"begin {words}")
         trainer.save(step, milestone=milestone, logical=state_of(step))
         self.say(f"end {words}")
@@ -220,6 +222,7 @@ class Pages:
     maybe: set[int] = field(default_factory=set)
     gone: set[int] = field(default_factory=set)
     hurt: set[int] = field(default_factory=set)
+    milestones: set[int] = field(default_factory=set)
     is_begun: bool = False
     is_unsure: bool = False
 
@@ -245,6 +248,8 @@ class Book:
     def _begin_save(self, pages: Pages, step: int, milestone: bool) -> None:
         pages.maybe.add(step)
         pages.gone.discard(step)
+        if milestone:
+            pages.milestones.add(step)  # one that was not acknowledged may be there all the same, and stays then
 
     def _end_save(self, pages: Pages, step: int, milestone: bool) -> None:
         pages.sure[step] = milestone
@@ -262,7 +267,7 @@ class Book:
         if pages.is_unsure:
             return
         newer = sorted(pages.sure)[-keep:]
-        for step in [s for s in pages.maybe if len(newer) == keep and s < newer[0]]:
+        for step in [s for s in pages.maybe - pages.milestones if len(newer) == keep and s < newer[0]]:
             pages.gone.add(step)
             pages.maybe.discard(step)
 

@@ -255,7 +255,10 @@ def _timers(count: int, chance: random.Random) -> Iterator[str]:
 def _powers(count: int, chance: random.Random) -> Iterator[str]:
     for number in range(count):
         history, seed = HISTORIES[number % len(HISTORIES)], number // len(HISTORIES) // 100
-        yield f"power/{history}/{seed}/{chance.randint(1, len(trace(history, seed).events))}/{chance.randrange(1 << 30)}"
+        events = trace(history, seed).events
+        writes = [at for at, event in enumerate(events, 1) if event[0] == "write"]  # the moments at which most is unsure
+        at = chance.choice(writes) if writes and chance.random() < 0.4 else chance.randint(1, len(events))
+        yield f"power/{history}/{seed}/{at}/{chance.randrange(1 << 30)}"
 
 
 def _agains(count: int, chance: random.Random) -> Iterator[str]:

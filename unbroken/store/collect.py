@@ -136,7 +136,7 @@ class Collector:
         return manifests, sorted(self._candidates(paths.PACKS, rubbish, older) - needed)
 
     def _candidates(self, folder: str, rubbish: set[str], older: set[str]) -> set[str]:
-        return {path for path in self._tier.list(folder) if path in rubbish or _origin(path) in older}
+        return {path for path in self._tier.list(folder) if path in rubbish or paths.origin_of(path) in older}
 
     def _needed_packs(self, state: LogState) -> set[str]:
         """Packs of every commit left in the log; a condemned one in its grace whose manifest is damaged needs none."""
@@ -170,8 +170,3 @@ class Collector:
             gone.append(path)
             self._holds.doomed.discard(path)
         return gone
-
-
-def _origin(path: str) -> str | None:
-    name = paths.manifest_name(path)
-    return name.origin if name is not None else paths.pack_origin(path)

@@ -3,7 +3,8 @@
     {"magic":"unbroken/journal","format":1,"min_reader":1,"lineage":"main","generation":3,"nonce":"...","checksum":"..."}
     {"chain":"<BLAKE3(previous chain, 32 bytes || raw record)>","record":{...}}
 
-A last line without its newline is torn by a crash and does not count; any other line that fails the chain is damage. Reading takes
+A last line without its newline is torn by a crash and does not count, nor does what begins with a zero byte: no record holds one, and
+blocks of an append that a power loss took away read as zeros. Any other line that fails the chain is damage. Reading takes
 bounded memory whatever the length: about 5 us per line.
 """
 
@@ -156,14 +157,15 @@ def durable_head(tier: Tier, lineage: str, generation: int, nonce: str) -> str:
     """Chain value of the last complete line, durable on return; `first_chain` when there is none, "" when it cannot be read.
 
     Whoever names the value elsewhere must not remember more than a power loss leaves: lines of a killed writer may be in caches only.
-    Cost: one read of 2 MiB, one fsync.
+    Cost: a read of as much as may have been on its way to the disk, at most 66 MiB, one fsync.
     """
     path = paths.journal(lineage, generation)
     try:
         size_bytes = tier.size(path)
         tier.append(path, b"")
-        start = max(0, size_bytes - 2 * (MAX_JOURNAL_LINE_BYTES + 1))
-        lines = tier.read(path, start, size_bytes - start).split(b"\n")[:-1]  # what follows the last newline is torn
+        end = _before_zeros(tier, path, size_bytes)
+        start = max(0, end - 2 * (MAX_JOURNAL_LINE_BYTES + 1))
+        lines = tier.read(path, start, end - start).split(b"\n")[:-1]  # what follows the last newline is torn
         if not start and len(lines) < 2:  # the header alone
             return first_chain(generation, nonce)
         return _decode_line(lines[-1]).chain
@@ -171,6 +173,15 @@ def durable_head(tier: Tier, lineage: str, generation: int, nonce: str) -> str:
         return first_chain(generation, nonce)
     except (StoreError, IndexError, *BROKEN_INPUT):
         return ""  # safe: a journal in which no line can be read is damage that every check names
+
+
+def _before_zeros(tier: Tier, path: str, size_bytes: int) -> int:
+    """Where the first zero byte lies in what the last append may have written; the size where there is none."""
+    for offset in range(max(0, size_bytes - _MAX_WAITING_BYTES - 2 * MAX_JOURNAL_LINE_BYTES), size_bytes, _BLOCK_BYTES):
+        found = tier.read(path, offset, min(_BLOCK_BYTES, size_bytes - offset)).find(b"\0")
+        if found >= 0:
+            return offset + found
+    return size_bytes
 
 
 def _header_line(lineage: str, generation: int, nonce: str) -> bytes:
@@ -219,12 +230,14 @@ def _complete_lines(tier: Tier, path: str, offset: int, number: int) -> Iterator
         offset += len(block)
         *lines, rest = (rest + block).split(b"\n")
         for line in lines:
+            if b"\0" in line:
+                return
             _check_length(line, number, path)
             yield line
             number += 1
-        _check_length(rest, number, path)
-        if not block:
+        if not block or b"\0" in rest:
             return
+        _check_length(rest, number, path)
 
 
 def _check_length(line: bytes, number: int, path: str) -> None:

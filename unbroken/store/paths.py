@@ -125,6 +125,12 @@ def pack_origin(path: str) -> str | None:
     return None if match is None else match[2][:16]
 
 
+def origin_of(path: str) -> str | None:
+    """Which generation wrote a manifest or a pack; None for a stray."""
+    name = manifest_name(path)
+    return name.origin if name is not None else pack_origin(path)
+
+
 def stacks(step: int, generation: int, n: int) -> str:
     return f"hangs/{step:012d}-{generation}-{n}.txt"
 

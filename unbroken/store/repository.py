@@ -329,10 +329,15 @@ class Repository:
             return self._others.condemned()
 
     def _listed(self, manifests: Sequence[str]) -> set[str]:
-        """What lies here, if many of these were written by other processes: two listings instead of two requests for each of them."""
-        if sum(self.holds.of(path) is None for path in manifests) < _MANY:
+        """What the newest generation has written, if many of these come from other processes: two listings instead of two requests each.
+
+        A listing may still name what has been deleted; but nobody deletes what the newest generation wrote, other than its own rubbish.
+        """
+        newest = newest_generation(self.log.state)
+        if newest is None or sum(self.holds.of(path) is None for path in manifests) < _MANY:
             return set()
-        return {*self.tier.list(paths.MANIFESTS), *self.tier.list(paths.PACKS)}
+        origin = paths.origin(newest.nonce)
+        return {path for folder in (paths.MANIFESTS, paths.PACKS) for path in self.tier.list(folder) if paths.origin_of(path) == origin}
 
     def _remember(self, commit: CommitEntry, manifests: Mapping[str, Manifest]) -> None:
         with self._lock:

@@ -240,3 +240,22 @@ def test_a_journal_whose_end_cannot_be_read_has_no_durable_head() -> None:
     assert durable_head(tier, "main", 2, NONCE) == ""
     tier.append(PATH, b"z" * (3 * MAX_JOURNAL_LINE_BYTES))
     assert durable_head(tier, "main", 2, NONCE) == ""
+
+
+def test_B01_what_a_power_loss_left_of_an_append_does_not_count() -> None:
+    """A block of it reads as zeros, a later one is there, whole lines and all."""
+    tier, writer = written(5)
+    durable, head = tier.read(PATH), writer.head
+    for k in range(5, 105):
+        writer.add(step(k))
+    writer.sync()
+    added = tier.read(PATH)[len(durable) :]
+    torn = MemoryTier(((PATH, durable + bytes(4096) + added[4096:]),))
+    assert read(torn) == records(5)
+    assert durable_head(torn, "main", 2, NONCE) == head
+    late = MemoryTier(((PATH, durable + added[:8192] + bytes(4096) + added[12288:]),))
+    found = list(read_journal(late, "main", 2, NONCE))
+    assert 10 < len(found) < 100
+    assert durable_head(late, "main", 2, NONCE) == found[-1].chain
+    assert read(MemoryTier(((PATH, bytes(4096) + added),))) == []
+    assert durable_head(MemoryTier(((PATH, bytes(4096) + added),)), "main", 2, NONCE) == first_chain(2, NONCE)
