@@ -22,6 +22,8 @@ IN_OTHER_TESTS = {
     "saving.before_commit": "tests/unit/test_checkpoints_saving.py",
     "export.written": "tests/unit/archive/test_exporting.py",
     "log.written": "tests/unit/loggers/test_to_jsonl.py",
+    "import.written": "tests/unit/importing/test_storing.py",
+    "sharing.share_written": "tests/contract/test_dcp.py",
 }
 """Failpoints that are no part of a store's life, each with the test that strikes there."""
 
