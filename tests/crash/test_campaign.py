@@ -24,6 +24,8 @@ IN_OTHER_TESTS = {
     "log.written": "tests/unit/loggers/test_to_jsonl.py",
     "import.written": "tests/unit/importing/test_storing.py",
     "sharing.share_written": "tests/contract/test_dcp.py",
+    "prune.opened": "tests/crash/test_prune_kill.py",
+    **dict.fromkeys(("compact.opened", "compact.copied", "compact.before_commit", "compact.committed"), "tests/crash/test_compact_kill.py"),
 }
 """Failpoints that are no part of a store's life, each with the test that strikes there."""
 
