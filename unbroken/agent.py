@@ -21,15 +21,18 @@ from msgspec import Struct
 
 from unbroken.core import messages as m
 from unbroken.core.errors import Fenced, Refused, UnbrokenError
-from unbroken.core.limits import DRAIN_TIMEOUT_S, LINGER_S
+from unbroken.core.limits import COPY_TIMEOUT_S, DRAIN_TIMEOUT_S, LINGER_S
 from unbroken.core.os import hostname, is_alive
 from unbroken.core.ports import Clock, Nonces, SystemClock, SystemNonces
 from unbroken.core.records import MAIN_LINEAGE, EventRecord, StepRecord
 from unbroken.daemon.board import Board
+from unbroken.daemon.copies import Copier
 from unbroken.daemon.drain import Outcome
+from unbroken.daemon.errands import Errands
 from unbroken.daemon.folder import RunFolder
 from unbroken.daemon.growth import Growth
 from unbroken.daemon.scrub import Scrub
+from unbroken.daemon.starts import Starts
 from unbroken.daemon.verdict import Decision, Refusals
 from unbroken.daemon.watchdog import Watchdog
 from unbroken.shm.channel import address, listen
@@ -76,6 +79,9 @@ class Daemon:
         self._outcomes: deque[Outcome] = deque()
         self._scrub = Scrub(clock, nonces, self._server.wake)
         self._growth = Growth(self._server, self._board, self._refusal, say)
+        self._errands = Errands(self._server, clock, self._refusal)
+        self._starts = Starts(self._folder, self._board, self._errands, say)
+        self._copier = Copier(self._folder)
         self._lonely_since: float | None = clock.monotonic()
         self._ending_since: float | None = None
         self._serve_until_s = 0.0
@@ -107,8 +113,11 @@ class Daemon:
             self._keep_place()
             self._watchdog.look()
             self._growth.turn()
+            self._errands.turn()
             while self._outcomes:
                 self._board.drained(self._outcomes.popleft())
+                self._copier.go_on()
+            self._board.write_events(self._copier.take_events())
             for found in self._scrub.take():
                 self._board.write_events([found.event(self._board.last_applied or 0)])
                 self._tell(m.DamageFound(text=str(found)[:MAX_FAILURE_CHARS]))
@@ -149,7 +158,12 @@ class Daemon:
     def _patience_s(self) -> float:
         if self._growth.is_wanted:
             return 0.0
-        hurry = self._ending_since is not None or self._lonely_since is not None or self._refusals.deadline_s is not None
+        hurry = (
+            self._errands.is_under_way
+            or self._ending_since is not None
+            or self._lonely_since is not None
+            or self._refusals.deadline_s is not None
+        )
         return SHORT_TICK_S if hurry else min(TICK_S, self._watchdog.patience_s)
 
     def _is_over(self) -> bool:
@@ -167,12 +181,16 @@ class Daemon:
             return now - since > DRAIN_TIMEOUT_S
         if self._ending_since is None and now - since < LINGER_S:
             return False
+        self._copier.finish()
+        if self._copier.is_wanted and now < (self._serve_until_s if self._ending_since is not None else since + COPY_TIMEOUT_S):
+            return False
         if self._server.retire() or self._ending_since is not None:
             return True
         self._lonely_since = now
         return False
 
     def _close(self) -> int:
+        self._copier.stop(SHORT_TICK_S)
         self._board.write_events([_event(note, self._board.last_applied or 0) for note in self._notes])
         self._scrub.stop()
         is_durable = self._board.stop()
@@ -257,19 +275,11 @@ class Daemon:
 
     def _begin(self, client: Client, message: m.Begin) -> None:
         only_rank_0(client)
-        if self._folder.changed():
-            say("the run folder was removed or replaced: what memory holds of it is forgotten")
-            self._board.forget()
-        plan = self._folder.begin(message, self._board.cuts(), witnessed=self._board.witnessed, last_applied=self._board.last_applied)
-        self._board.witnessed |= message.restart_count == 0
-        client.send(plan)
+        self._starts.begin(client, message)
 
     def _bad(self, client: Client, message: m.Bad) -> None:
         only_rank_0(client)
-        cut = self._folder.planned_cut()
-        if cut is not None and (cut.step, cut.generation) == (message.step, message.stored_generation):
-            self._board.drop(cut)
-        client.send(self._folder.bad(message, self._board.cuts()))
+        self._starts.bad(client, message)
 
     def _opened(self, client: Client, message: m.Opened) -> None:
         only_rank_0(client)
@@ -279,6 +289,7 @@ class Daemon:
         self._refusals.opened()
         self._board.open(journal)
         self._scrub.begin(self._folder.repository, self._directory, self._folder.rules.scrub_s)
+        self._copier.begin()
         client.send(m.Opened(**{**_fields(message), "entry": journal.generation}))
 
     def _need_slots(self, client: Client, message: m.NeedSlots) -> None:
@@ -324,9 +335,15 @@ class Daemon:
             self._board.settle(gone=(client.rank, why))
 
     def _status(self, client: Client, message: m.Status) -> None:
+        if message.ends and client.rank >= 0 and self._board.phase == "idle":
+            self._copier.finish()
         facts = {"pid": os.getpid(), "directory": self._directory, "failures": list(self._failures)}
         facts["members"] = sorted(c.rank for c in self._server if c.rank >= 0)
-        client.send(m.StatusReply(phase=self._board.phase, facts=facts | {"hang": self._watchdog.facts} | self._board.facts()))
+        client.send(
+            m.StatusReply(
+                phase=self._board.phase, facts=facts | {"hang": self._watchdog.facts, "copy": self._copier.facts()} | self._board.facts()
+            )
+        )
 
     def _current(self, generation: int) -> None:
         if generation != self._board.generation:

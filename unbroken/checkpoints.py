@@ -31,7 +31,7 @@ from unbroken.archive.staging import CopyFailed, Staging
 from unbroken.codec.metrics import Value, checked
 from unbroken.core.errors import CheckpointWarning, Fenced, NoCheckpoint, Refused, SaveFailed, StoreError
 from unbroken.core.limits import DRAIN_TIMEOUT_S, KEEP_NEWEST
-from unbroken.core.ports import SystemClock, SystemNonces, environment
+from unbroken.core.ports import SystemClock, SystemNonces, Tier, environment
 from unbroken.core.records import MAIN_LINEAGE, CommitEntry, RunFacts, StoredPiece
 from unbroken.proof.certify import Certificate, certify
 from unbroken.proof.diverging import Parting, part_ways
@@ -41,6 +41,7 @@ from unbroken.store.paths import check_lineage
 from unbroken.store.repository import Part, Repository, VerifyReport, naming
 from unbroken.store.retention import rules
 from unbroken.store.shards import merged
+from unbroken.store.tiers.choose import name_of, tier_at
 from unbroken.store.tiers.disk import DiskTier, local_path
 
 if TYPE_CHECKING:
@@ -97,7 +98,10 @@ class Store:
         keep_best: str | None = None,
         lineage: str = MAIN_LINEAGE,
     ) -> None:
-        """`url`: a folder's path or file:// URL; nothing is made before the first save. `keep` >= 1 newest ones stay, and milestones.
+        """`url`: a folder's path, file:// URL or place in an object store (s3://bucket/prefix, gs://, az://); nothing is made before the
+        first save. `keep` >= 1 newest ones stay, and milestones.
+
+        In an object store nobody is asked whether another process writes there: whoever saves first after opening fences the others.
 
         Besides them stay: with `keep_every="1000 steps"` the first at or after each multiple, with `keep_hours=24` the newest of each of
         the newest 24 hours, with `keep_best="val_loss"` (or "accuracy max 3") the best by a metric that was given to `save`.
@@ -107,7 +111,8 @@ class Store:
         if keep is None:
             raise ValueError("keep=None: give a whole number of at least 1")
         self._keep = rules({"keep": keep, "keep_every": keep_every, "keep_hours": keep_hours, "keep_best": keep_best})
-        self._tier = DiskTier(local_path(url))
+        self._tier = tier_at(url)
+        self._place = name_of(self._tier)
         self._lineage = check_lineage(lineage)
         self._saving: Saving | None = None
         self._background = Background()
@@ -177,7 +182,7 @@ class Store:
         from unbroken.capture.tree import load_into, rebuild
 
         self._background.join(DRAIN_TIMEOUT_S)
-        with naming(self._tier.root):
+        with naming(self._place):
             repository = Repository.open(self._tier, self._lineage)
 
             def use(commit: CommitEntry) -> Any:
@@ -195,7 +200,7 @@ class Store:
 
         NoCheckpoint if there were checkpoints but none is usable. Cost: the log and one manifest; no data is read.
         """
-        with naming(self._tier.root):
+        with naming(self._place):
             if not Repository.exists(self._tier):
                 return None
             commit = reading.newest_plausible(Repository.open(self._tier, self._lineage))
@@ -236,7 +241,7 @@ class Store:
             raise Fenced(str(self._fenced))
         if self._saving is None:
             try:
-                with naming(self._tier.root):
+                with naming(self._place):
                     self._saving = Saving.open(self._tier, SystemClock(), SystemNonces(), self._lineage, keep=self._keep)
             except (OSError, StoreError) as error:
                 raise save_failed(step, error) from error
@@ -253,7 +258,7 @@ class Store:
         if self._loaded is not None and self._loaded.step <= step:
             return self._loaded
         raise Refused(
-            f"step {step} does not follow step {newest}, the newest in {self._tier.root}, and nothing has been changed: "
+            f"step {step} does not follow step {newest}, the newest in {self._place}, and nothing has been changed: "
             "load() the step to go back to first, or use another folder for another run"
         )
 
@@ -310,7 +315,7 @@ class Store:
             return
         self._damaged += found.passed_over
         self._condemn_damaged()
-        _warn([f"loaded step {found.commit.step} from {self._tier.root}; passed over: " + "; ".join(reasons)], 2)
+        _warn([f"loaded step {found.commit.step} from {self._place}; passed over: " + "; ".join(reasons)], 2)
 
     def _condemn_damaged(self) -> None:
         saving = self._saving
@@ -359,13 +364,15 @@ class Diff(Struct, frozen=True, kw_only=True):
 
 
 def open(url: str | os.PathLike[str], lineage: str = MAIN_LINEAGE) -> Archive:
-    """Open a folder that a Store or a Run has written, for reading; only `branch`, `prune` and `compact` change something in it.
+    """Open what a Store or a Run has written, or a copy of it (s3://bucket/run), for reading.
+
+    Only `branch`, `prune` and `compact` change something, and in folders only.
 
     lineage: which of its histories, "main" or the name of a branch. NoCheckpoint if nothing is there, ForeignFolder if something else is,
     NewerFormat if a newer version wrote it.
     """
-    tier = DiskTier(local_path(url))
-    with naming(tier.root):
+    tier = tier_at(url)
+    with naming(name_of(tier)):
         return Archive(Repository.open(tier, check_lineage(lineage)), tier)
 
 
@@ -384,10 +391,10 @@ def import_checkpoint(source: str | os.PathLike[str], directory: str | os.PathLi
 class Archive:
     """What `open` returns: one lineage of a folder. Every call sees what has been committed by then."""
 
-    def __init__(self, repository: Repository, tier: DiskTier) -> None:
+    def __init__(self, repository: Repository, tier: Tier) -> None:
         self._repository = repository
         self._tier = tier
-        self._root = tier.root
+        self._root = name_of(tier)
 
     @property
     def facts(self) -> RunFacts:
@@ -534,7 +541,7 @@ class Archive:
         given = {"keep": keep, "keep_every": keep_every, "keep_hours": keep_hours, "keep_best": keep_best}
         wanted = None if all(value is None for value in given.values()) else rules(given)
         with naming(self._root):
-            return prune(self._tier, self._repository.lineage, wanted, dry_run=dry_run, clock=SystemClock(), nonces=SystemNonces())
+            return prune(self._folder(), self._repository.lineage, wanted, dry_run=dry_run, clock=SystemClock(), nonces=SystemNonces())
 
     def compact(self, *, dry_run: bool = False) -> Compaction:
         """Store again what is needed of files that are mostly not, and shorten chains of differences where that frees space.
@@ -542,7 +549,7 @@ class Archive:
         No checkpoint goes and no bit of one changes. Refused while somebody writes, and where something is not whole.
         """
         with naming(self._root):
-            return compact(self._tier, self._repository.lineage, dry_run=dry_run, clock=SystemClock(), nonces=SystemNonces())
+            return compact(self._folder(), self._repository.lineage, dry_run=dry_run, clock=SystemClock(), nonces=SystemNonces())
 
     def verify(self) -> VerifyReport:
         """Recompute every digest and root of what is not condemned from stored bytes. Cost: reads everything once."""
@@ -550,12 +557,17 @@ class Archive:
 
     def certify(self, against: str | os.PathLike[str] | None = None, against_lineage: str = MAIN_LINEAGE) -> Certificate:
         """Prove from stored bytes that the run was unbroken; with `against`, that it has the bits of that reference run."""
-        other = None if against is None else DiskTier(local_path(against))
+        other = None if against is None else tier_at(against)
         if other is not None:
-            with naming(other.root):
+            with naming(name_of(other)):
                 Repository.open(other, check_lineage(against_lineage))  # what is wrong with the reference's folder is said with its name
         with naming(self._root):
             return certify(self._tier, self._repository.lineage, against=other, against_lineage=against_lineage)
+
+    def _folder(self) -> DiskTier:
+        if not isinstance(self._tier, DiskTier):
+            raise Refused("only a folder can be changed like this: in an object store nobody knows who else writes")
+        return self._tier
 
     def _fresh(self) -> Repository:
         self._repository.refresh()

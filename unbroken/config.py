@@ -24,6 +24,7 @@ from unbroken.order.streams import check_seed
 from unbroken.step.anomalies import Anomalies
 from unbroken.store import retention
 from unbroken.store.paths import check_lineage
+from unbroken.store.tiers.choose import check_place, shown
 
 Resume = Literal["auto", "must", "never"]
 Reduce = Literal["ordered", "ring"]
@@ -39,6 +40,9 @@ class Options(TypedDict, total=False):
     "accuracy max 3") the best by a metric given to `run.log`. milestone_every: "1000 steps" makes each such step's checkpoint a
     milestone, which stays (default: none). full_every: "1000 steps" or "6h" stores checkpoints as exact differences from the one
     before, and whole at least so often, counted across restarts (default: none; all are stored whole, but for what has not changed).
+    copy_to: "s3://bucket/run" or "file:///other/disk/run", a second place that committed checkpoints are copied to in the background,
+    and that a start goes on from where the folder has none as new (default: none). copy_every: "10m" or "100 steps" between copies
+    (default: every checkpoint, as far as it keeps up). copy_keep: newest copies kept there besides milestones.
     scrub_every: "24h" has the daemon read stored checkpoints again so often (default: never). hang_timeout: how long a rank may stand
     still inside a step, such as "600s", before all are ended and started again; "auto" (default) learns it from the run's own steps: 5
     times their median and spread, at least 30 s; None: nobody watches. Evaluations (`run.eval`), saves, starts and first steps may take
@@ -60,6 +64,9 @@ class Options(TypedDict, total=False):
     milestone_every: str | None
     scrub_every: str | None
     full_every: str | None
+    copy_to: str | None
+    copy_every: str | None
+    copy_keep: int
     reduce: Reduce
     hang_timeout: str | None
     log_to: LogTo
@@ -106,6 +113,9 @@ class RunConfig:
     milestone_every: int | None = None
     full_every: Interval | None = None
     scrub_every: float | None = None
+    copy_to: str | None = None
+    copy_every: Interval | None = None
+    copy_keep: int = KEEP_NEWEST
     lineage: str = MAIN_LINEAGE
     anomalies: Anomalies = field(default_factory=Anomalies)
     replay: Replay | None = None
@@ -123,6 +133,11 @@ class RunConfig:
             best=self.keep_best,
             reach_back=self.anomalies.reach_back,
         )
+
+    @property
+    def copies_to(self) -> str | None:
+        """Where copies of this lineage go: those of branches nowhere, yet."""
+        return self.copy_to if self.lineage == MAIN_LINEAGE else None
 
     def is_milestone(self, step: int) -> bool:
         """Does the rule make the checkpoint of this step one that stays?"""
@@ -300,6 +315,30 @@ RUN = Table(
             help="So often the daemon reads all stored checkpoints again, at most 32 MiB/s, and warns of damage. Default: never; what a "
             "start loads is verified in any case.",
             check=_scrub_seconds,
+        ),
+        Setting(
+            name="copy_to",
+            default=None,
+            accepts='"s3://bucket/run", "gs://...", "az://..." or "file:///other/disk/run"',
+            help="A second place: committed checkpoints are copied there in the background, and a start whose folder has none as new goes "
+            "on from there. Credentials come from the environment, never from the URL. Default: none.",
+            check=check_place,
+            shown=shown,
+        ),
+        Setting(
+            name="copy_every",
+            default=None,
+            accepts='a time such as "10m", or "100 steps"',
+            help="How often a checkpoint is copied. Default: every one, as far as it keeps up; what a newer one overtakes is left out.",
+            check=_interval,
+        ),
+        Setting(
+            name="copy_keep",
+            default=KEEP_NEWEST,
+            accepts="a whole number",
+            help="Newest copies kept there besides milestones.",
+            check=whole,
+            from_text=number,
         ),
         Setting(
             name="hang_timeout",

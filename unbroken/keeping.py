@@ -11,10 +11,11 @@ from unbroken.capture.tree import Item
 from unbroken.cluster.preempt import EVALUATION_S
 from unbroken.config import Interval
 from unbroken.core.errors import SaveFailed, SaveWarning, StepLost, UnbrokenError
-from unbroken.core.limits import DRAIN_TIMEOUT_S, MAX_ATTEMPTS, SLOT_WAIT_S
+from unbroken.core.limits import COPY_WAIT_S, DRAIN_TIMEOUT_S, MAX_ATTEMPTS, SLOT_WAIT_S
 from unbroken.core.messages import Plan, Refuse
 from unbroken.core.ports import Clock, position
 from unbroken.opening import Opening
+from unbroken.recover.copied import wait_for_copy
 from unbroken.recover.journal_client import JournalClient
 from unbroken.recover.snapshots import Snapshots
 from unbroken.recover.start import Counters
@@ -79,6 +80,8 @@ class Keeping:
         self._opening = opening
         self._plan = plan
         self._counters = counters
+        self._clock = clock
+        self._was_asked = False
         self._rank, world_size = opening.exchange.rank, opening.exchange.world_size
         self._pace = Pace(opening.config.interval, clock, counters.step)
         self._journal = JournalClient(opening.link, plan, self._rank, world_size)
@@ -156,6 +159,7 @@ class Keeping:
             self._look_again(milestone, wait=not stop)
         if not first:
             self._pace.due = told[0].snapshot_next or (self._pace.due and put_off)
+        self._was_asked = stop
         return stop
 
     def log(self, metrics: Mapping[str, Any]) -> None:
@@ -203,11 +207,16 @@ class Keeping:
         self.reporting.end(complete=False)
 
     def close(self, timeout_s: float = DRAIN_TIMEOUT_S, *, whole: bool = True) -> None:
-        """Save what is not saved yet, if the state is `whole`; wait until it is durable, say what was not."""
+        """Save what is not saved yet, if the state is `whole`; wait until it is durable, say what was not.
+
+        For a copy it waits a while, too, but not where a rank was asked to stop: then every second counts.
+        """
         try:
             if whole:
                 self._snapshot(milestone=False, wait_s=timeout_s)
             self._opening.link.settle(self._unconfirmed, timeout_s, aloud=self._rank == 0)
+            if whole and self._rank == 0 and self._opening.config.copies_to and not self._was_asked:
+                wait_for_copy(self._opening.link, self._clock, min(timeout_s, COPY_WAIT_S))
         finally:
             self._snapshots.close()
             self.reporting.end()

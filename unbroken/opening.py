@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import sys
 import warnings
 from collections.abc import Mapping
@@ -41,7 +42,8 @@ from unbroken.recover.watch import Watching
 from unbroken.step.exchange import Exchange, join_world
 from unbroken.step.ring import require_equal_shares, require_fixed_buckets
 from unbroken.store.repository import Repository
-from unbroken.store.tiers.disk import DiskTier
+from unbroken.store.tiers.choose import is_object
+from unbroken.store.tiers.disk import DiskTier, local_path
 
 GRADES = {
     "equal-world-size": "this loader keeps its own order, which depends on the number of ranks; unbroken.Batches does not",
@@ -101,6 +103,7 @@ class Opening:
             require_fixed_buckets(self.stack.parts.models, self.exchange.world_size)
         # several runs in one process (a notebook) must not meet each other's addresses in the store
         self.exchange.connect(f"start/{attempt()}/{next(_openings)}")
+        refuse_own_folder(self.config.copies_to, self.directory)
         together(self.exchange, lambda: self.stack.collect({}, {}, {}))  # what cannot be stored is refused before anything is made
         self.start = Start(
             directory=self.directory,
@@ -112,13 +115,14 @@ class Opening:
             options=self._birth_facts(),
             once=self.done,
             lineage=self.config.lineage,
-            rules=self._rules(),
+            rules=rules_of(self.config),
         )
         if self.config.lineage != MAIN_LINEAGE:
             together(self.exchange, self._require_place if self.exchange.rank == 0 else lambda: None)
         self.link = self.start.connect()
         self.moments["rendezvous"] = self.clock.monotonic()
         plan = self._load(self.start.plan(self.link))
+        self.start.from_copy = False  # from here on this run itself is the newest
         tell_launcher(self.directory, self.config.lineage)
         self.run_id, self._has_saved = plan.run_id, plan.source != "fresh"
         return plan, self.start.counters
@@ -251,6 +255,8 @@ class Opening:
         print(f"unbroken: {self.config.interval}; memory per rank: {memory}")
         if self.config.origins:
             print(f"unbroken: {', '.join(self.config.origins)}")
+        if self.config.copy_to:
+            print(f"unbroken: {told_copies(self.config, slot_bytes)}")
         self._tell_needs(slot_bytes, gradient_bytes)
         if self.source.grade != "exact":
             print(f"unbroken: the claim is limited by the data: {GRADES[self.source.grade]}", file=sys.stderr)
@@ -283,16 +289,6 @@ class Opening:
         for one in found:
             if one.remedy:
                 print(f"unbroken: {one.name}: {one.remedy}", file=sys.stderr)
-
-    def _rules(self) -> Rules:
-        full = self.config.full_every
-        return Rules(
-            allow_nonfinite=self.config.anomalies.nan == "ignore",
-            keep=self.config.rules,
-            full_steps=None if full is None else full.steps,
-            full_s=None if full is None else full.seconds,
-            scrub_s=self.config.scrub_every,
-        )
 
     def _birth_facts(self) -> dict[str, Any]:
         """What is fixed when the run is born; a run that exists answers with its own."""
@@ -361,6 +357,39 @@ def take_over(start: Start, plan: Plan, spec: StartFrom, *, is_first: bool) -> P
     start.origin = report.facts()
     start.notes += tuple(report.lines())
     return msgspec.structs.replace(plan, options=plan.options | {"started_from": start.origin})
+
+
+def rules_of(config: RunConfig) -> Rules:
+    """What the daemon is told of how to keep this run."""
+    full, every = config.full_every, config.copy_every
+    return Rules(
+        allow_nonfinite=config.anomalies.nan == "ignore",
+        keep=config.rules,
+        full_steps=None if full is None else full.steps,
+        full_s=None if full is None else full.seconds,
+        scrub_s=config.scrub_every,
+        copy_to=config.copies_to or "",
+        copy_steps=None if every is None else every.steps,
+        copy_s=None if every is None else every.seconds,
+        copy_keep=config.copy_keep,
+    )
+
+
+def refuse_own_folder(copy_to: str | None, directory: str) -> None:
+    """ValueError for a copy in the run's own folder, which would be none."""
+    if copy_to and not is_object(copy_to):
+        place, own = os.path.realpath(local_path(copy_to)), os.path.realpath(directory)
+        if place == own or place.startswith(own + os.sep) or own.startswith(place + os.sep):
+            raise ValueError(f"copy_to={copy_to!r} and the run folder {directory} are not two places: give another folder or disk")
+
+
+def told_copies(config: RunConfig, slot_bytes: int) -> str:
+    """Where copies go, how often, and what they take there at most."""
+    if config.copies_to is None:
+        return f"lineage {config.lineage} is not copied to {config.copy_to}: branches are not yet"
+    often = "every checkpoint, as far as it keeps up" if config.copy_every is None else str(config.copy_every).replace("snapshot", "copy")
+    each, total = mebibytes(slot_bytes), mebibytes(slot_bytes * (config.copy_keep + 1))
+    return f"copies in {config.copy_to}: {often}; at most {each} per checkpoint, {config.copy_keep} kept besides milestones: up to {total}"
 
 
 def mebibytes(size: int) -> str:

@@ -57,11 +57,20 @@ def test_switches_are_named_where_they_are_set(folder: Path) -> None:
     assert not folder.exists()
 
 
-@pytest.mark.parametrize("url", ["s3://bucket/x", "gs://b", "http://host/x", "file://host/x", ""])
-def test_urls_of_other_kinds_are_refused(url: str) -> None:
-    with pytest.raises(ValueError, match="path"):
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("http://host/x", "path"),
+        ("file://host/x", "path"),
+        ("", "path"),
+        ("gs://b", "name bucket and prefix"),
+        ("s3://k:s@b/x", "holds a key"),
+    ],
+)
+def test_urls_of_other_kinds_are_refused(url: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
         Store(url)
-    with pytest.raises(ValueError, match="path"):
+    with pytest.raises(ValueError, match=words):
         unbroken.open(url)
 
 

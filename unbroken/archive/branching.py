@@ -85,7 +85,7 @@ def check_name(name: str) -> str:
 
 def make_branch(
     source: Repository,
-    tier: DiskTier,
+    tier: Tier,
     step: int,
     name: str,
     settings: Mapping[str, Any],
@@ -102,6 +102,8 @@ def make_branch(
     already; Fenced while another process makes it; ValueError for a bad name or a setting that does not fit. Nothing is visible then.
     """
     check_name(name)
+    if not isinstance(tier, DiskTier):
+        raise Refused("a branch is made in a run's folder, not in an object store")
     base = reading.commit_of(source, step)
     if base.kind == "sharded":
         raise Refused(f"step {step} is a sharded checkpoint of torch.distributed.checkpoint, of which no branch can be made yet")

@@ -11,7 +11,7 @@ from unbroken.codec import metrics
 from unbroken.codec.metrics import Value
 from unbroken.core.errors import Fenced, Refused, SaveFailed
 from unbroken.core.os import boot_id, hostname
-from unbroken.core.ports import Clock, Nonces, failpoint
+from unbroken.core.ports import Clock, Nonces, Tier, failpoint
 from unbroken.core.records import (
     BeginRecord,
     CommitEntry,
@@ -31,6 +31,8 @@ from unbroken.store.lineages import require_log
 from unbroken.store.logged import event_of
 from unbroken.store.manifests import check_cut
 from unbroken.store.repository import Part, Repository
+from unbroken.store.tiers.careful import settled
+from unbroken.store.tiers.choose import name_of
 from unbroken.store.tiers.disk import DiskTier
 
 _WRITERS = {"store": "a Store", "dcp": "torch.distributed.checkpoint"}
@@ -62,25 +64,31 @@ def save_failed(step: int, cause: Exception) -> SaveFailed:
 
 
 class Saving:
-    """This process's hold on a folder as its writer. `last` is the newest checkpoint a reader would find; `notes` wait to be shown."""
+    """This process's hold on a folder as its writer; in an object store there is no lease, and who opened the newest generation writes.
 
-    def __init__(self, repository: Repository, lease: WriterLease, writer: Writer, keep: Keep, *, clock: Clock, nonces: Nonces) -> None:
+    `last` is the newest checkpoint a reader would find; `notes` wait to be shown.
+    """
+
+    def __init__(
+        self, repository: Repository, lease: WriterLease | None, writer: Writer, keep: Keep, *, clock: Clock, nonces: Nonces
+    ) -> None:
         self.repository = repository
         self.notes: list[str] = []
         self._lease = lease
+        self._is_released = False
         self._writer = writer
         self._keep = keep
         self._clock = clock
         self._nonces = nonces
         self._generation: Generation | None = None
         self._journal: JournalWriter | None = None
-        if lease.took_over is not None and "of this process" not in lease.took_over:
+        if lease is not None and lease.took_over is not None and "of this process" not in lease.took_over:
             self.notes.append(f"{repository.facts.run_id}: took the folder over from {lease.took_over}, which is gone")
 
     @classmethod
     def open(
         cls,
-        tier: DiskTier,
+        tier: Tier,
         clock: Clock,
         nonces: Nonces,
         lineage: str = paths.MAIN,
@@ -99,20 +107,24 @@ class Saving:
         if lineage != paths.MAIN:
             Repository.open(tier, lineage)  # nor a lineage that was never begun
         writer = Writer(host=hostname(), pid=os.getpid(), boot_id=boot_id(), since=clock.utc())
-        lease = WriterLease.acquire(tier.root, writer, lineage)
+        tier, note = (tier, "") if isinstance(tier, DiskTier) else settled(tier, nonces)
+        lease = WriterLease.acquire(tier.root, writer, lineage) if isinstance(tier, DiskTier) else None
         try:
             if Repository.exists(tier):
                 repository = Repository.open(tier, lineage)
                 if repository.facts.options.get("writer") != kind:
-                    raise Refused(_foreign(tier.root, str(repository.facts.options.get("writer", "")), kind))
+                    raise Refused(_foreign(name_of(tier), str(repository.facts.options.get("writer", "")), kind))
                 require_log(repository.log)
             else:
                 options = {"writer": kind, **(facts or {})}
                 repository = Repository.create(tier, RunFacts(run_id=nonces.nonce(), created=clock.utc(), options=options))
         except BaseException:  # raised again: whatever it was, the folder must not stay taken
-            lease.release()
+            if lease is not None:
+                lease.release()
             raise
-        return cls(repository, lease, writer, keep or Keep(), clock=clock, nonces=nonces)
+        saving = cls(repository, lease, writer, keep or Keep(), clock=clock, nonces=nonces)
+        saving.notes += [f"{name_of(tier)}: {note}"] * bool(note)
+        return saving
 
     @property
     def last(self) -> CommitEntry | None:
@@ -122,7 +134,7 @@ class Saving:
 
     def check(self) -> None:
         """Raises Fenced if another Store of this process has taken the folder over."""
-        if not self._lease.is_held:
+        if self._lease is not None and not self._lease.is_held:
             raise Fenced(f"{self._lease.path}: another Store of this process writes this folder now: use that one")
 
     def save(
@@ -208,12 +220,14 @@ class Saving:
 
     def release(self) -> None:
         """Let the folder go."""
-        self._lease.release()
+        self._is_released = True
+        if self._lease is not None:
+            self._lease.release()
 
     @property
     def is_held(self) -> bool:
         """False once this process has let the folder go."""
-        return self._lease.is_held
+        return not self._is_released and (self._lease is None or self._lease.is_held)
 
     def _begin(self, base: CommitEntry | None, loaded_root: str, world_size: int) -> None:
         generation = self.repository.open_generation(

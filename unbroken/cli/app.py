@@ -21,6 +21,7 @@ from unbroken.cli import (
     ls,
     materialize,
     prune,
+    repair,
     run,
     show,
     verify,
@@ -35,7 +36,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("run", context_settings=run.PASS_EVERYTHING_ON, add_help_option=False)(run.command)
-for _module in (demo, ls, show, logs, verify, certify, diff, export, branch, materialize, prune, compact, doctor):
+for _module in (demo, ls, show, logs, verify, repair, certify, diff, export, branch, materialize, prune, compact, doctor):
     app.command(_module.__name__.rpartition(".")[2])(_module.command)
 app.command("import")(import_source.command)
 

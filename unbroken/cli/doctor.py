@@ -19,12 +19,17 @@ STYLES = {"ok": "green", "warning": "yellow", "problem": "red"}
 
 def command(
     directory: Annotated[
-        str | None, typer.Argument(metavar="[DIR]", help="A run folder, existing or to be made.", show_default=False)
+        str | None,
+        typer.Argument(
+            metavar="[DIR]",
+            help="A run folder, existing or to be made, or a place in an object store such as s3://bucket/run.",
+            show_default=False,
+        ),
     ] = None,
     config: Annotated[bool, typer.Option("--config", help="Show every option's value and where it comes from instead.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Check this host and, if given, a run folder's place; exit code 1 when something would keep a run from working."""
+    """Check this host and a run folder's place, or a place in an object store alone; exit code 1 when a run could not work there."""
     with errors_as_exit_codes(as_json):
         if config and directory is not None:
             raise ValueError("--config shows options, which no folder changes: leave DIR out")
@@ -33,9 +38,14 @@ def command(
             return
         from unbroken.cluster.settings import preload_in_force
         from unbroken.doctor.examine import examine
+        from unbroken.doctor.place import examine_place
+        from unbroken.store.tiers.choose import is_object
         from unbroken.store.tiers.disk import local_path
 
-        report = examine(local_path(directory) if directory is not None else None, preload_in_force(), SystemClock())
+        if directory is not None and is_object(directory):
+            report = examine_place(directory, SystemClock())
+        else:
+            report = examine(local_path(directory) if directory is not None else None, preload_in_force(), SystemClock())
         if as_json:
             print_json(report)
         else:

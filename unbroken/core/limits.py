@@ -62,6 +62,18 @@ CONNECT_TIMEOUT_S = 20.0
 REPLY_TIMEOUT_S = 120.0
 """Any single answer of the daemon, except waiting for a drain."""
 
+ERRAND_NEWS_S = 5.0
+"""Who waits for a checkpoint that is brought back from a copy hears this often that it goes on."""
+
+ERRAND_TIMEOUT_S = 6 * 3600.0
+"""A start waits this long for its checkpoint to be brought back: some TB over a slow line."""
+
+COPY_TIMEOUT_S = 1800.0
+"""After the last trainer the daemon goes on this long to copy the newest checkpoint, if the other tier takes it."""
+
+COPY_WAIT_S = 120.0
+"""A run that has ended waits this long for its last checkpoint to be copied: whoever removes the host next expects it there."""
+
 DRAIN_TIMEOUT_S = 1800.0
 """Closing a run waits this long for its last snapshot to become durable."""
 
@@ -167,6 +179,7 @@ ORDERS: tuple[tuple[str, float, str, float], ...] = (
     ("SLOT_WAIT_S", SLOT_WAIT_S, "HANG_FLOOR_S", HANG_FLOOR_S),
     ("VERDICT_TIMEOUT_S", VERDICT_TIMEOUT_S, "REPLY_TIMEOUT_S", REPLY_TIMEOUT_S),
     ("CONNECT_TIMEOUT_S", CONNECT_TIMEOUT_S, "REPLY_TIMEOUT_S", REPLY_TIMEOUT_S),
+    ("ERRAND_NEWS_S", ERRAND_NEWS_S, "REPLY_TIMEOUT_S", REPLY_TIMEOUT_S),
     ("REPLY_TIMEOUT_S", REPLY_TIMEOUT_S, "COLLECTIVE_TIMEOUT_S", COLLECTIVE_TIMEOUT_S),
     ("DUMP_WAIT_S", DUMP_WAIT_S, "MIN_HANG_TIMEOUT_S", MIN_HANG_TIMEOUT_S),
     ("EXIT_TIMEOUT_S", EXIT_TIMEOUT_S, "DRAIN_TIMEOUT_S", DRAIN_TIMEOUT_S),

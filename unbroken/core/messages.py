@@ -13,6 +13,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct
 
+from unbroken.core.limits import KEEP_NEWEST
 from unbroken.core.records import Generation, Keep, ManifestRef, Record
 
 
@@ -40,6 +41,9 @@ class Rules(Struct, frozen=True, kw_only=True):
     """How the daemon keeps a run. `allow_nonfinite`: snapshots that hold NaN may become checkpoints. `keep`: which of them stay (None: as
     said at the run's birth). With `full_steps` or `full_s` checkpoints are stored as differences from the one before, and whole when one
     that is has become so many steps or seconds old. `scrub_s`: so often all that is stored is read again.
+
+    `copy_to`: the URL of a second tier ("" for none) that checkpoints are copied to, after so many steps or seconds (with neither: all of
+    them, as far as it keeps up); `copy_keep` of them stay there besides milestones.
     """
 
     allow_nonfinite: bool = False
@@ -47,12 +51,16 @@ class Rules(Struct, frozen=True, kw_only=True):
     full_steps: int | None = None
     full_s: float | None = None
     scrub_s: float | None = None
+    copy_to: str = ""
+    copy_steps: int | None = None
+    copy_s: float | None = None
+    copy_keep: int = KEEP_NEWEST
 
 
 class Begin(Struct, frozen=True, kw_only=True, tag="begin"):
     """Rank 0: choose where to start. `options` are birth facts, written to run.json if the run is new, else returned as stored.
 
-    `at_most`: no step beyond this one will do.
+    `at_most`: no step beyond this one will do. `from_copy`: look into the copy, too, for a newer checkpoint than the folder has.
     """
 
     world_size: int
@@ -60,6 +68,7 @@ class Begin(Struct, frozen=True, kw_only=True, tag="begin"):
     options: dict[str, Any] = msgspec.field(default_factory=dict)
     restart_count: int = 0
     at_most: int | None = None
+    from_copy: bool = False
     rules: Rules = Rules()
 
 
@@ -88,6 +97,12 @@ class Plan(Struct, frozen=True, kw_only=True, tag="plan"):
     options: dict[str, Any] = msgspec.field(default_factory=dict)
     run_id: str = ""
     notes: tuple[str, ...] = ()
+
+
+class Wait(Struct, frozen=True, kw_only=True, tag="wait"):
+    """The answer takes longer; it comes by itself. `text` says what is being done."""
+
+    text: str
 
 
 class Bad(Struct, frozen=True, kw_only=True, tag="bad"):
@@ -218,7 +233,9 @@ class DamageFound(Struct, frozen=True, kw_only=True, tag="damage_found"):
 
 
 class Status(Struct, frozen=True, kw_only=True, tag="status"):
-    """Ask for a picture of the daemon."""
+    """Ask for a picture of the daemon. `ends`: a worker's run has ended, so that its newest checkpoint is to be copied now."""
+
+    ends: bool = False
 
 
 class StatusReply(Struct, frozen=True, kw_only=True, tag="status_reply"):
@@ -253,6 +270,7 @@ Message = (
     | Welcome
     | Begin
     | Plan
+    | Wait
     | Bad
     | Opened
     | NeedSlots

@@ -35,7 +35,8 @@ class Setting:
     """One row of a table.
 
     accepts: a value's form, in words. check: the value that is used for one that was given, or a ValueError with the remedy alone.
-    from_text: an environment variable's text as a value to be checked. A setting whose default is None may be given as None: left out.
+    from_text: an environment variable's text as a value to be checked. shown: a value as an error may say it, secrets left out. A setting
+    whose default is None may be given as None: left out.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Setting:
     help: str
     check: Callable[[Any], Any]
     from_text: Callable[[str], Any] = str
+    shown: Callable[[Any], str] = repr
 
     @property
     def variable(self) -> str:
@@ -149,13 +151,15 @@ def gather(table: Table, given: Mapping[str, Any], file: SettingsFile | None) ->
     found = {}
     for setting in table.settings:
         if setting.name in given and (given[setting.name] is not None or setting.default is not None):
-            found[setting.name] = _checked(setting, given[setting.name], "argument", f"{setting.name}={given[setting.name]!r}")
+            found[setting.name] = _checked(setting, given[setting.name], "argument", f"{setting.name}={setting.shown(given[setting.name])}")
         elif text := environment(setting.variable):
-            found[setting.name] = _checked(setting, setting.from_text(text), setting.variable, f"{setting.variable} is {text!r}")
+            found[setting.name] = _checked(
+                setting, setting.from_text(text), setting.variable, f"{setting.variable} is {setting.shown(text)}"
+            )
         elif setting.name in section:
             assert file is not None
             value, place = section[setting.name], file.place(table.section, setting.name)
-            found[setting.name] = _checked(setting, value, place, f"{place}: {setting.name} = {value!r}")
+            found[setting.name] = _checked(setting, value, place, f"{place}: {setting.name} = {setting.shown(value)}")
         else:
             value = None if setting.default is None else setting.check(setting.default)
             found[setting.name] = Found(setting=setting, given=setting.default, value=value, origin="default")
@@ -169,7 +173,7 @@ def check(table: Table, given: Mapping[str, Any]) -> dict[str, Any]:
     for setting in table.settings:
         value = given.get(setting.name, setting.default)
         left_out = value is None and setting.default is None
-        values[setting.name] = None if left_out else _checked(setting, value, "argument", f"{setting.name}={value!r}").value
+        values[setting.name] = None if left_out else _checked(setting, value, "argument", f"{setting.name}={setting.shown(value)}").value
     return values
 
 

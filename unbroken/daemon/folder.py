@@ -120,6 +120,7 @@ class RunFolder:
         self._live_journal: LiveJournal | None = None
         self._notes: list[str] = []
         self._news: list[str] = []
+        self._lacking = ""
         self.rules = Rules()
         self._turn = threading.Lock()
 
@@ -129,6 +130,11 @@ class RunFolder:
         assert self._repository is not None, "no run has been opened"
         return self._repository
 
+    @property
+    def is_open(self) -> bool:
+        """Is there a run, as far as this daemon knows?"""
+        return self._repository is not None
+
     def changed(self) -> bool:
         """True if the run opened here has been removed, replaced or put back to an earlier copy meanwhile; it is forgotten then."""
         if self._repository is None or (self._read_facts() == self._facts_raw and self._repository.is_there()):
@@ -137,6 +143,15 @@ class RunFolder:
         self._repository, self._facts_raw, self._start, self._live_journal = None, b"", None, None
         self.close()
         return True
+
+    def looks_at_copy(self, request: Begin) -> bool:
+        """Is the copy to be asked before this start? Not where a run is open here: what is in the folder then is its newest."""
+        return request.from_copy and bool(request.rules.copy_to) and request.resume != "never" and self._repository is None
+
+    def tell(self, notes: Sequence[str], lacking: str = "") -> None:
+        """What the copy gave: `notes` go into the next plan, `lacking` into the error where no checkpoint is found."""
+        self._news += [*self._notes, *notes]  # of the lease, too, which may have been taken over for this
+        self._lacking = lacking
 
     def begin(self, request: Begin, memory: Sequence[MemoryCut], *, witnessed: bool, last_applied: int | None) -> Plan:
         """Choose where to start. Takes the lease; raises what the store raises, NoCheckpoint or Refused.
@@ -154,7 +169,7 @@ class RunFolder:
         exists = self._open()
         choice, reason = self._choose(request, memory, witnessed, {})
         if not exists:
-            self._acquire()
+            self.take_lease()
             if self._open():  # somebody made a run here before we had the lease
                 choice, reason = self._choose(request, memory, witnessed, {})
         last_step = self._last_step_on_disk() if last_applied is None else last_applied
@@ -162,9 +177,13 @@ class RunFolder:
         self._start = _Start(request=request, choice=choice, plan=plan, witnessed=witnessed)
         return plan
 
-    def bad(self, message: Bad, memory: Sequence[MemoryCut]) -> Plan:
-        """The planned source did not verify: condemn it if it is on disk, and choose again."""
+    def bad(self, message: Bad, memory: Sequence[MemoryCut], *, note: str = "", is_repaired: bool = False) -> Plan:
+        """The planned source did not verify: condemn it if it is on disk, and choose again; the same plan if it has been repaired."""
         start = self._started()
+        if is_repaired:
+            start.plan = msgspec.structs.replace(start.plan, notes=(*start.plan.notes, note))
+            return start.plan
+        self._notes += [note] * bool(note)
         if (message.step, message.stored_generation) != (start.choice.step, start.choice.generation):
             raise UnbrokenError(f"step {message.step} was reported bad, but step {start.choice.step} was planned: begin anew")
         start.exclude[start.choice.key] = message.reason[:MAX_NOTE_CHARS]
@@ -174,9 +193,9 @@ class RunFolder:
         start.plan = self._plan(start.request, start.choice, reason, start.plan.last_step)
         return start.plan
 
-    def planned_cut(self) -> MemoryCut | None:
-        """The memory cut of the plan in progress."""
-        return self._start.choice.cut if self._start is not None else None
+    def planned(self) -> Choice | None:
+        """What the plan in progress loads."""
+        return self._start.choice if self._start is not None else None
 
     def opened(self, message: Opened) -> LiveJournal:
         """Every rank stands at the planned step: write run.json if the run is new, then the generation entry, then begin its journal."""
@@ -280,7 +299,7 @@ class RunFolder:
                 return False
             if self._repository is None and self.lineage != paths.MAIN:
                 Repository.open(self._tier, self.lineage)  # one that was never begun must not get so much as a lock file
-        self._acquire()
+        self.take_lease()
         if self._repository is None:
             self._repository = Repository.open(self._tier, self.lineage)
             self._facts_raw = self._read_facts()
@@ -288,7 +307,8 @@ class RunFolder:
             self._repository.refresh()
         return True
 
-    def _acquire(self) -> None:
+    def take_lease(self) -> None:
+        """Take the lease, if it is not held. Fenced names the holder."""
         if self._lease is None:
             self._lease = WriterLease.acquire(self.directory, self.writer, self.lineage)
             if self._lease.took_over:
@@ -299,7 +319,7 @@ class RunFolder:
 
     def _choose(self, request: Begin, memory: Sequence[MemoryCut], witnessed: bool, exclude: dict[Key, str]) -> tuple[Choice, str]:
         state = self._log_state()
-        with naming(self.directory):
+        with naming(self.directory, self._lacking):
             choice, why = choose(
                 memory,
                 visible(state) if state is not None else (),

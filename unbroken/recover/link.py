@@ -99,13 +99,13 @@ class Link:
             self.lost = f"the node daemon has gone: {error}"
             raise DaemonLost(self.lost) from error
 
-    def ask(self, message: Message, answer: type[M], timeout_s: float = REPLY_TIMEOUT_S) -> tuple[M, list[int]]:
+    def ask(self, message: Message, answer: type[M] | tuple[type[M], ...], timeout_s: float = REPLY_TIMEOUT_S) -> tuple[M, list[int]]:
         """Send, then wait for an answer of this type; news that come before it are kept. Descriptors come with it."""
         self.send(message)
         return self.expect(answer, timeout_s)
 
-    def expect(self, answer: type[M], timeout_s: float = REPLY_TIMEOUT_S) -> tuple[M, list[int]]:
-        """Wait for a message of this type. Raises what an `Error` names, DaemonLost, TimeoutError."""
+    def expect(self, answer: type[M] | tuple[type[M], ...], timeout_s: float = REPLY_TIMEOUT_S) -> tuple[M, list[int]]:
+        """Wait for a message of this type, or of one of these. Raises what an `Error` names, DaemonLost, TimeoutError."""
         end = self._clock.monotonic() + timeout_s
         while True:
             message, fds = self._receive(max(0.0, end - self._clock.monotonic()))

@@ -8,6 +8,7 @@ stored (I3, I5).
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +21,8 @@ from unbroken.capture.tree import Item, flatten, rebuild, write_item
 from unbroken.codec.digest import digest, state_root
 from unbroken.core import os as host
 from unbroken.core.errors import CheckFailed, Damaged, NoCheckpoint, Refused
-from unbroken.core.messages import Bad, Begin, Hello, Opened, Plan, Rules
+from unbroken.core.limits import ERRAND_TIMEOUT_S
+from unbroken.core.messages import Bad, Begin, Hello, Opened, Plan, Rules, Wait
 from unbroken.core.ports import Clock, Tier, environment
 from unbroken.core.records import MAIN_LINEAGE, Piece
 from unbroken.recover.attempts import attempt, must_find, opened_so_far
@@ -87,6 +89,7 @@ class Start:
     options: dict[str, Any]
     lineage: str = MAIN_LINEAGE
     rules: Rules = field(default_factory=Rules)
+    from_copy: bool = True
     counters: Counters = field(default_factory=Counters)
     differences: tuple[str, ...] = ()
     moments: dict[str, float] = field(default_factory=dict)
@@ -134,9 +137,10 @@ class Start:
             options=self.options,
             restart_count=restarts,
             at_most=at_most,
+            from_copy=self.from_copy and bool(self.rules.copy_to),
             rules=self.rules,
         )
-        return self._from_rank_0(lambda: self._ask_for_plan(link, question, elsewhere))
+        return self._from_rank_0(link, question, elsewhere)
 
     def load(self, link: Link, plan: Plan, adopt: Callable[[Plan], None]) -> Plan:
         """Load and put back what the plan names, planning anew around damage; the plan that held, whose notes say what was passed over.
@@ -158,7 +162,7 @@ class Start:
                 objects=tuple(sorted({f.path for f in faults}))[:MAX_OBJECTS],
                 reason="; ".join(sorted({f"{f.path}: {f.reason}{f.where}" for f in faults}))[:MAX_REASON_CHARS],
             )
-            plan = self._from_rank_0(lambda bad=bad: link.ask(bad, Plan)[0])  # type: ignore[misc]
+            plan = self._from_rank_0(link, bad)
         adopt(plan)
         return plan
 
@@ -195,12 +199,14 @@ class Start:
         more = [f"and {len(joined) - MAX_DIFFERENCES} more"] if len(joined) > MAX_DIFFERENCES else []
         self.differences = (*joined[:MAX_DIFFERENCES], *more)
 
-    def _ask_for_plan(self, link: Link, question: Begin, elsewhere: str) -> Plan:
+    def _ask_for_plan(self, link: Link, question: Begin | Bad, elsewhere: str, *, is_asked: bool) -> Plan | Wait:
         try:
-            return link.ask(question, Plan)[0]
+            answers: tuple[type[Plan], type[Wait]] = Plan, Wait
+            found = link.expect(answers) if is_asked else link.ask(question, answers)
+            return found[0]  # type: ignore[return-value]  # mypy joins the two
         except NoCheckpoint as error:
             moved = f"; the attempt before trained in {elsewhere}" if elsewhere else ""
-            hint = f"{moved}. {RELATIVE}" if question.restart_count else ""
+            hint = f"{moved}. {RELATIVE}" if isinstance(question, Begin) and question.restart_count else ""
             named = str(error).removeprefix(f"{self.directory}: ")  # most of what the daemon says names the folder already
             raise NoCheckpoint(f"{self.directory}: {named}{hint}") from None
 
@@ -254,11 +260,21 @@ class Start:
             self.notes += (f"ranks beyond the {plan.stored_world_size} of the checkpoint start random streams of their own",)
         loaded.close()
 
-    def _from_rank_0(self, ask: Callable[[], Plan]) -> Plan:
-        answer = together(self.exchange, ask if self.exchange.rank == 0 else lambda: None)
-        plan = self.exchange.share(answer, Plan | None)[0]
-        assert isinstance(plan, Plan)
-        return plan
+    def _from_rank_0(self, link: Link, question: Begin | Bad, elsewhere: str = "") -> Plan:
+        """The daemon's answer to rank 0. While a checkpoint is brought back all meet now and then: no collective may last that long."""
+        rank, told = self.exchange.rank, ""
+        deadline_s = self.clock.monotonic() + ERRAND_TIMEOUT_S
+        while True:
+            ask = lambda is_asked=bool(told): self._ask_for_plan(link, question, elsewhere, is_asked=is_asked)  # noqa: E731
+            answer = self.exchange.share(together(self.exchange, ask if rank == 0 else lambda: None), Plan | Wait | None)[0]
+            if isinstance(answer, Plan):
+                return answer
+            assert isinstance(answer, Wait)
+            if rank == 0 and not told:
+                print(f"unbroken: {answer.text}", file=sys.stderr, flush=True)
+            told = answer.text
+            if self.clock.monotonic() >= deadline_s:
+                raise TimeoutError(f"no plan after {ERRAND_TIMEOUT_S:g} s: {told}")
 
     def _check_loaded(self, live: Mapping[str, tuple[Piece, str]]) -> None:
         """Piece by piece: what lives now is what was stored."""

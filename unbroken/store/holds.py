@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from unbroken.core.records import CommitEntry
@@ -38,6 +39,16 @@ class Holds:
             self.doomed |= hold.own
         else:
             self._written[manifest] = hold
+
+    @contextmanager
+    def keeping(self, key: Key) -> Iterator[None]:
+        """Within the block this commit, if it is there, is not withdrawn: somebody copies it."""
+        hold = Hold(*key, borrowed={key})
+        self.begin(hold)
+        try:
+            yield
+        finally:
+            self.end(hold, None)
 
     def of(self, manifest: str) -> Hold | None:
         """The hold behind a manifest that this process wrote and did not commit yet."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 
 from unbroken.codec.digest import digest
 from unbroken.core.errors import Damaged, Transient
@@ -20,6 +21,8 @@ from unbroken.store.sealed import ENCODED_FORMAT, PLAIN_FORMAT, SHARDED_FORMAT, 
 
 _MAX_LOST_SLOTS = 1000
 _MAX_PRUNED = 1024
+_NEVER = 10**17
+"""No log has so many entries."""
 
 Key = tuple[int, int]
 """(step, generation): what names a commit."""
@@ -145,13 +148,15 @@ class Log:
         return log
 
     def refresh(self) -> None:
-        """Read the entries that were added since; one read when there are none."""
+        """Read the entries that were added since; one read when there are none. Raises Permanent where the store refuses all."""
         while True:
             try:
                 self._take(self._load(self.head + 1))
             except FileNotFoundError:
                 return
             except Damaged as e:
+                with suppress(FileNotFoundError):  # where the store refuses everything, every number would be damaged, without end
+                    self.tier.size(self._path(_NEVER))
                 self._pass_over(e)
 
     def is_there(self) -> bool:

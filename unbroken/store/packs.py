@@ -178,29 +178,58 @@ def read_stored(tier: Tier, ref: ChunkRef) -> Buffer:
 
 def audit_pack(tier: Tier, path: str) -> dict[Packed, list[bytes]]:
     """Verify every byte of a pack; its chunks and the leaf digests of their stored bytes. Raises Damaged at the first fault."""
-    header = _read(tier, path, 0, _HEADER.size)
-    if _parse_header(header, path).nonce[:16] != pack_origin(path):
-        raise Damaged(path, "was written by another generation than its name says")
-    footer_offset, footer = _read_footer(tier, path, header)
+    frame = _Frame(tier, path)
+    return {line: read.leaves for line, read in _verified(tier, path, frame)}
+
+
+class PackParts:
+    """The bytes of a pack in order, as often as one iterates, each verified before it is given. Damaged at the first fault.
+
+    Every fault of header or footer is found before the first byte is given. Memory: one chunk. `lines` are those of the footer.
+    """
+
+    def __init__(self, tier: Tier, path: str) -> None:
+        self._tier = tier
+        self._path = path
+        self._frame = _Frame(tier, path)
+        self.lines = frozenset(self._frame.lines)
+        self.size_bytes = self._frame.end + len(self._frame.tail)
+
+    def __iter__(self) -> Iterator[Buffer]:
+        yield self._frame.header
+        at = len(self._frame.header)
+        for line, read in _verified(self._tier, self._path, self._frame):
+            yield bytes(line.offset - at)
+            yield read.data
+            at = line.offset + line.stored_bytes
+        yield self._frame.tail
+
+
+class _Frame:
+    """Header, footer and trailer of a pack, verified: `end` is where the chunks end and `tail`, footer and trailer, begins."""
+
+    def __init__(self, tier: Tier, path: str) -> None:
+        self.header = _read(tier, path, 0, _HEADER.size)
+        if _parse_header(self.header, path).nonce[:16] != pack_origin(path):
+            raise Damaged(path, "was written by another generation than its name says")
+        self.end, self.tail, self.lines = _read_footer(tier, path, self.header)
+
+
+def _verified(tier: Tier, path: str, frame: _Frame) -> Iterator[tuple[Packed, Read]]:
+    """Each chunk as it is stored, and what lies between them is zero."""
     end = _HEADER.size
-    found: dict[Packed, list[bytes]] = {}
-    for packed in footer:
-        if (
-            packed.offset % ALIGN_BYTES
-            or not end <= packed.offset < end + ALIGN_BYTES
-            or packed.offset + packed.stored_bytes > footer_offset
-        ):
+    for packed in frame.lines:
+        if packed.offset % ALIGN_BYTES or not end <= packed.offset < end + ALIGN_BYTES or packed.offset + packed.stored_bytes > frame.end:
             raise Damaged(path, f"the footer places a chunk at {packed.offset}, where none can be")
-        if any(_read(tier, path, end, packed.offset - end)):
+        if packed.offset > end and any(_read(tier, path, end, packed.offset - end)):
             raise Damaged(path, f"bytes between chunks at {end} are not zero")
         if packed.codec == IDENTITY and packed.raw_bytes != packed.stored_bytes:
             raise Damaged(path, f"the footer claims {packed.raw_bytes} bytes for a chunk of {packed.stored_bytes} that is stored as it is")
         as_stored = ChunkRef(id=packed.id, pack=path, offset=packed.offset, stored_bytes=packed.stored_bytes, raw_bytes=packed.stored_bytes)
-        found[packed] = read_chunk(tier, as_stored).leaves
+        yield packed, read_chunk(tier, as_stored)
         end = packed.offset + packed.stored_bytes
-    if end != footer_offset:
-        raise Damaged(path, f"{footer_offset - end} bytes before the footer belong to no chunk")
-    return found
+    if end != frame.end:
+        raise Damaged(path, f"{frame.end - end} bytes before the footer belong to no chunk")
 
 
 def packed(ref: ChunkRef) -> Packed:
@@ -208,7 +237,7 @@ def packed(ref: ChunkRef) -> Packed:
     return Packed(ref.id if ref.sum is UNSET else ref.sum, ref.offset, ref.stored_bytes, ref.raw_bytes, ref.codec)
 
 
-def _read_footer(tier: Tier, path: str, header: bytes) -> tuple[int, list[Packed]]:
+def _read_footer(tier: Tier, path: str, header: bytes) -> tuple[int, bytes, list[Packed]]:
     size = _size(tier, path)
     trailer = _read(tier, path, max(0, size - _TRAILER.size), _TRAILER.size)
     offset, length, digest, end = _TRAILER.unpack(trailer)
@@ -218,7 +247,7 @@ def _read_footer(tier: Tier, path: str, header: bytes) -> tuple[int, list[Packed
     if _digest(header, raw) != digest:
         raise Damaged(path, "header and footer do not match the digest in the trailer")
     try:
-        return offset, msgspec.json.decode(raw, type=list[Packed])
+        return offset, raw + trailer, msgspec.json.decode(raw, type=list[Packed])
     except BROKEN_INPUT as e:
         raise Damaged(path, f"the footer cannot be read ({e})") from e
 

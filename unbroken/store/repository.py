@@ -51,12 +51,13 @@ _MANY = 8
 
 
 @contextmanager
-def naming(root: str) -> Iterator[None]:
-    """What is wrong with a folder is said with its name."""
+def naming(root: str, lacking: str = "") -> Iterator[None]:
+    """What is wrong with a folder is said with its name; where it lacks a checkpoint, `lacking` is said, too."""
     try:
         yield
     except (NoCheckpoint, ForeignFolder) as error:
-        raise type(error)(f"{root}: {error}") from error
+        more = f" ({lacking})" if lacking and isinstance(error, NoCheckpoint) else ""
+        raise type(error)(f"{root}: {error}{more}") from error
 
 
 class _AlreadyCommitted(Exception):

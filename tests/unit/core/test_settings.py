@@ -134,7 +134,10 @@ def test_a_removed_working_directory_has_no_file(place: Path, monkeypatch: pytes
         ('[run]\nresume = "no"\n', """unbroken.toml:2: resume = 'no': give "auto", "must" or "never\""""),
         ("[run]\nlose_at_mots = 3\n", "unbroken.toml:2: [run] has no 'lose_at_mots': did you mean 'lose_at_most'?"),
         ('[run]\n"keep_" = 3\n', "unbroken.toml:2: [run] has no 'keep_': did you mean 'keep'?"),
-        ("[run]\nqqqqqq = 3\n", "unbroken.toml:2: [run] has no 'qqqqqq': known are anomalies, full_every, hang_timeout, keep,"),
+        (
+            "[run]\nqqqqqq = 3\n",
+            "unbroken.toml:2: [run] has no 'qqqqqq': known are anomalies, copy_every, copy_keep, copy_to, full_every, hang_timeout, keep,",
+        ),
         ("run.keep_ = 3\n", "unbroken.toml: [run] has no 'keep_': did you mean 'keep'?"),
         ("keep = 3\n", "unbroken.toml:1: 'keep' is not known here: did you mean 'keep' in [run]?"),
         ("qqq = 3\n", "unbroken.toml:1: 'qqq' is not known here: sections are [run], [launch]"),

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.rigs.store_run import WRITER, StillClock
-from unbroken.core.errors import Fenced, NewerFormat, Transient
+from unbroken.core.errors import Fenced, NewerFormat, Permanent, Transient
 from unbroken.core.limits import LOG_SUMMARY_EVERY
 from unbroken.core.ports import Buffer
 from unbroken.core.records import CommitEntry, CondemnEntry, Entry, Generation, GenerationEntry, LogEntry, LogState, PruneEntry
@@ -363,6 +363,22 @@ def test_entries_beyond_a_wide_gap_that_are_real_still_count(first: int) -> None
     assert log.audit() == [(paths.log_entry("main", first), f"missing, as are all up to entry {last - 1}")]
     put(log, commit(10**6))
     assert Log.open(hurt).head == log.head
+
+
+class Refusing(MemoryTier):
+    """A place that nobody may look into."""
+
+    def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
+        raise Permanent("403")
+
+    def size(self, path: str) -> int:
+        raise Permanent("403")
+
+
+@pytest.mark.timeout(30)
+def test_I11_a_log_that_nobody_may_read_is_an_error_and_no_endless_row_of_damaged_entries() -> None:
+    with pytest.raises(Permanent, match="403"):
+        Log.open(Refusing())
 
 
 def test_I11_a_wide_gap_without_a_summary_after_it_is_passed_over_as_a_whole() -> None:

@@ -38,6 +38,7 @@ class RetryTier:
         if not 0 < first_s <= max_s or total_s < 0:
             raise ValueError(f"pauses from {first_s} s to {max_s} s within {total_s} s: use 0 < first_s <= max_s and total_s >= 0")
         self.traits = traits_of(tier)
+        self.url = getattr(tier, "url", None)
         self._tier = tier
         self._appending = threading.Lock()  # else another thread's append would be taken for half of one that failed
         self._total_s = total_s
