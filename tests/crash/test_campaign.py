@@ -19,6 +19,11 @@ ROOT = Path(__file__).resolve().parents[2]
 SEED = 1
 COUNTS = {"failpoint": 15, "moment": 6, "timer": 3, "power": 16, "again": 2, "error": 18, "daemon": 5}
 IN_OTHER_TESTS = {
+    "copying.before_commit": "tests/unit/store/test_copying.py",
+    "copying.committed": "tests/unit/store/test_copying.py",
+    "copying.followed": "tests/unit/store/test_copying.py",
+    "copying.objects": "tests/unit/store/test_copying.py",
+    "copying.pack": "tests/unit/store/test_copying.py",
     "saving.before_commit": "tests/unit/test_checkpoints_saving.py",
     "export.written": "tests/unit/archive/test_exporting.py",
     "log.written": "tests/unit/loggers/test_to_jsonl.py",

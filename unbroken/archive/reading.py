@@ -260,12 +260,12 @@ def _is_being_written(tier: Tier, lineage: str) -> bool:
     return writer.pid != os.getpid() and writer.boot_id == boot_id() and is_alive(writer.pid)
 
 
-def sizes(tier: DiskTier) -> Iterator[int]:
+def sizes(tier: Tier) -> Iterator[int]:
     """Bytes of every object of ours; what is removed meanwhile is passed over."""
     for path in tier.list(""):
         if paths.is_ours(path):
             with suppress(FileNotFoundError):
-                yield os.lstat(os.path.join(tier.root, path)).st_size
+                yield os.lstat(os.path.join(tier.root, path)).st_size if isinstance(tier, DiskTier) else tier.size(path)
 
 
 def commit_times(tier: Tier, lineage: str, head: int, commits: tuple[CommitEntry, ...]) -> Mapping[tuple[int, int], str]:
