@@ -24,7 +24,7 @@ from tests.rigs.torture_runs import ROOT
 from unbroken.core.errors import SaveWarning
 from unbroken.core.os import hostname
 from unbroken.store.repository import Repository
-from unbroken.store.sealed import seal
+from unbroken.store.sealed import FORMAT, seal
 from unbroken.store.tiers.disk import DiskTier
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -278,7 +278,7 @@ def test_a_newer_format_is_exit_4_with_both_versions(committed: Path, tmp_path: 
     facts = Repository.open(DiskTier(str(committed))).facts
     newer = seal("run", facts).replace(b'"format":1,"min_reader":1', b'"format":7,"min_reader":7')
     (directory / "run.json").write_bytes(newer)
-    with pytest.raises(unbroken.NewerFormat, match=r"run\.json: written by a newer version \(format 7, this reads <= 2\)") as caught:
+    with pytest.raises(unbroken.NewerFormat, match=rf"run\.json: written by a newer version \(format 7, this reads <= {FORMAT}\)") as caught:
         open_run(directory)
     assert caught.value.exit_code == 4
     assert files_of(directory).keys() - {"writer.json"} == {"run.json"}
