@@ -131,7 +131,8 @@ class Store:
 
         Cost here: one copy of the state at memory bandwidth, 3 us per value; two saves may be in flight, a third waits. Steps ascend;
         to go back, load() an earlier step first, whose successors are then left behind. `milestone` checkpoints are never removed;
-        `wait` returns when it is durable, and what `keep` no longer keeps is gone. `metrics` are numbers for `keep_best`.
+        `wait` returns when it is durable, and what `keep` no longer keeps is no checkpoint any more; its files go right after.
+        `metrics` are numbers for `keep_best`.
 
         TypeError names the path of what cannot be stored, before anything is written. Fenced if another process writes here. SaveFailed
         (an OSError too, with errno, when the disk said so) reports that an *earlier* save failed: this one has then not been begun.
@@ -219,8 +220,10 @@ class Store:
         try:
             self.wait()
         finally:
+            self._background.join(DRAIN_TIMEOUT_S, awaited=False)
             if self._saving is not None:
                 self._saving.release()
+                self._show_notes()
 
     def __enter__(self) -> Store:
         return self
@@ -285,7 +288,7 @@ class Store:
                 self._fenced = error
             self._failures.append((save.step, error))
         else:
-            saving.collect()
+            saving.collect(later=lambda remove: self._background.submit(remove, awaited=False))
         finally:
             save.parts.clear()
             with contextlib.suppress(ValueError):  # given up

@@ -278,7 +278,8 @@ def test_a_newer_format_is_exit_4_with_both_versions(committed: Path, tmp_path: 
     facts = Repository.open(DiskTier(str(committed))).facts
     newer = seal("run", facts).replace(b'"format":1,"min_reader":1', b'"format":7,"min_reader":7')
     (directory / "run.json").write_bytes(newer)
-    with pytest.raises(unbroken.NewerFormat, match=rf"run\.json: written by a newer version \(format 7, this reads <= {FORMAT}\)") as caught:
+    text = rf"run\.json: written by a newer version \(format 7, this reads <= {FORMAT}\)"
+    with pytest.raises(unbroken.NewerFormat, match=text) as caught:
         open_run(directory)
     assert caught.value.exit_code == 4
     assert files_of(directory).keys() - {"writer.json"} == {"run.json"}

@@ -277,7 +277,7 @@ def test_a_failing_clean_up_is_a_warning_and_no_failed_save(folder: Path) -> Non
     store.save(1, s(1), wait=True)
     with struck(no_space, "store.delete"):
         store.save(2, s(2))
-        store._background.join(DEADLINE_S)
+        store._background.join(DEADLINE_S, awaited=False)
     with pytest.warns(CheckpointWarning, match="could not be removed"):
         store.wait()
     store.save(3, s(3), wait=True)

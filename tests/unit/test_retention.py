@@ -127,6 +127,7 @@ def test_B10_f_a_file_that_cannot_be_removed_is_removed_later(tmp_path: Path, fa
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             store.save(2, s(2), wait=True)
+            store._background.join(30, awaited=False)
         stored = len(list(tmp_path.glob("packs/*/*")) + list(tmp_path.glob("manifests/*")))
         assert failing_deletes == [] and (stored > 2 or caught), "it failed, and that is said or it is still there"
         store.save(3, s(3), wait=True)
@@ -309,3 +310,22 @@ def test_B10_b_a_store_keeps_the_best_in_any_number_type(tmp_path: Path) -> None
         for k, value in enumerate(values):
             store.save(k, s(k), metrics={"val": value})
     assert held(tmp_path) == [1, 2, 4]
+
+
+def test_B10_d_what_is_not_kept_is_no_checkpoint_when_the_save_returns_and_its_files_go_by_themselves(tmp_path: Path) -> None:
+    """Deleting large files takes as long as writing them: nobody waits for that."""
+    is_going, may_go = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        is_going.set()
+        may_go.wait(30)
+
+    with struck(wait, "store.delete"), unbroken.Store(tmp_path, keep=1) as store:
+        store.save(1, s(1), wait=True)
+        store.save(2, s(2), wait=True)
+        assert held(tmp_path) == [2]
+        assert is_going.wait(30)
+        store.save(3, s(3))  # goes on behind it
+        may_go.set()
+    assert held(tmp_path) == [3]
+    assert len(list(tmp_path.glob("packs/*/*")) + list(tmp_path.glob("manifests/*"))) == 2

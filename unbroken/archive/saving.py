@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from unbroken.archive.reading import PassedOver
@@ -201,10 +202,27 @@ class Saving:
         """What was begun has failed: the next save begins a new generation, and what lies there of this one is rubbish."""
         self._journal = None
 
-    def collect(self, keep: Keep | None = None) -> None:
-        """Remove what retention no longer keeps. A failure is a note: what stays is removed by a later collection."""
+    def collect(self, keep: Keep | None = None, later: Callable[[Callable[[], None]], None] | None = None) -> None:
+        """Remove what retention no longer keeps. A failure is a note: what stays is removed by a later collection.
+
+        later: is given what removes the files; what goes is no checkpoint any more when this returns.
+        """
+
+        def put_off(remove: Callable[[], list[str]]) -> None:
+            assert later is not None
+            later(lambda: self._remove(remove))
+
+        with self._noting():
+            self.repository.collect(keep or self._keep, writer=self._writer, clock=self._clock, later=None if later is None else put_off)
+
+    def _remove(self, remove: Callable[[], list[str]]) -> None:
+        with self._noting():
+            remove()
+
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
         try:
-            self.repository.collect(keep or self._keep, writer=self._writer, clock=self._clock)
+            yield
         except Exception as error:  # noqa: BLE001  (safe: the checkpoint is committed; what stays is removed later, and it is said)
             self.notes.append(f"old checkpoints could not be removed ({type(error).__name__}: {error}); the next save tries again")
 

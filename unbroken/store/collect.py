@@ -78,11 +78,8 @@ class Collector:
         self._opened = opened
         self._named: set[str] = set()
 
-    def run(self, keep: Keep, values: Values, in_grace: set[Key], *, writer: Writer, clock: Clock) -> list[str]:
-        """Withdraw and delete; the paths that went. Raises Fenced before anything is changed when a newer generation exists.
-
-        Raises Damaged or Transient, with nothing deleted, when it cannot be known what another lineage needs; a later collection goes on.
-        """
+    def withdraw(self, keep: Keep, values: Values, in_grace: set[Key], *, writer: Writer, clock: Clock) -> None:
+        """What no rule keeps is no checkpoint from here on. Raises Fenced, with nothing changed, when a newer generation exists."""
 
         def make(state: LogState) -> PruneEntry:
             check_collector(state, self._opened)
@@ -96,6 +93,12 @@ class Collector:
         with suppress(_Nothing):
             self._log.propose(make, writer=writer, clock=clock)
         failpoint("store.collect.after_prune")
+
+    def remove(self) -> list[str]:
+        """Delete what has been withdrawn, and leftovers; the paths that went. Others may have saved since.
+
+        Raises Damaged or Transient, with nothing deleted, when it cannot be known what another lineage needs; a later collection goes on.
+        """
         self._catalog.forget_others({key_of(c) for c in self._log.state.commits})
         self._holds.doomed |= self._named
         manifests, packs = self._rubbish(self._log.state, set(self._holds.doomed))

@@ -298,7 +298,8 @@ class Thinner:
         """Withdraw and delete; the paths that went. `opened`: the newest generation that we know. Fenced where a newer one is there."""
         check_collector(self._there.state, opened)
         collector = Collector(self._there.tier, self._there, self._catalog, self._others, self._holds, opened=opened)
-        return collector.run(Keep(newest=keep_newest), {}, set(), writer=writer, clock=clock)
+        collector.withdraw(Keep(newest=keep_newest), {}, set(), writer=writer, clock=clock)
+        return collector.remove()
 
 
 def candidates(local: LogState, copy: LogState) -> list[CommitEntry]:

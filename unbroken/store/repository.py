@@ -7,7 +7,7 @@ A Repository may be used by several threads. Its log is as new as the last call 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
 from unbroken.core.errors import Damaged, Fenced, ForeignFolder, NoCheckpoint, Permanent, Transient
@@ -230,7 +230,7 @@ class Repository:
             return entry
 
         with self._lock:
-            there = self._listed([ref.path for _, ref in manifests])
+            there = _listed(self.tier, self.log.state, self.holds, [ref.path for _, ref in manifests])
             borrowed = {key for manifest, ref in manifests for key in self._borrowed(manifest, ref, there)}
             try:
                 self.log.propose(make, writer=writer, clock=clock)
@@ -283,8 +283,12 @@ class Repository:
         with self._lock:
             self.log.append(entry, writer=writer, clock=clock, check=check)
 
-    def collect(self, keep: Keep, *, writer: Writer, clock: Clock) -> list[str]:
+    def collect(
+        self, keep: Keep, *, writer: Writer, clock: Clock, later: Callable[[Callable[[], list[str]]], None] | None = None
+    ) -> list[str]:
         """Keep the milestones and what the rules keep, delete the rest and all leftovers; the paths that went.
+
+        later: is given what deletes, to be called at any time; what goes is no checkpoint any more when this returns.
 
         Raises Fenced unless this object opened the newest generation. Cost: two LISTs and one delete per object; with `keep.best` what
         the journals have got since the last time is read, some 8 us per step.
@@ -297,11 +301,19 @@ class Repository:
             assert self._opened is not None
             in_grace = {key_of(c) for c in self.log.state.condemned} - self._out_of_grace
             collector = Collector(self.tier, self.log, self._catalog, self._others, self.holds, opened=self._opened)
-            return collector.run(keep, values, in_grace, writer=writer, clock=clock)
+            collector.withdraw(keep, values, in_grace, writer=writer, clock=clock)
+            if later is None:
+                return self._remove(collector)
+        later(lambda: self._remove(collector))
+        return []
 
     def verify(self) -> VerifyReport:
         """Recompute every digest and root of everything that is not condemned from the stored bytes. Cost: reads it all once."""
         return verify(self.tier, self.lineage)
+
+    def _remove(self, collector: Collector) -> list[str]:
+        with self._lock:
+            return collector.remove()
 
     def _hand_over(self) -> None:
         """Another process commits what is written here, or gives it up: nothing of it need be held."""
@@ -329,17 +341,6 @@ class Repository:
         with self._lock:
             return self._others.condemned()
 
-    def _listed(self, manifests: Sequence[str]) -> set[str]:
-        """What the newest generation has written, if many of these come from other processes: two listings instead of two requests each.
-
-        A listing may still name what has been deleted; but nobody deletes what the newest generation wrote, other than its own rubbish.
-        """
-        newest = newest_generation(self.log.state)
-        if newest is None or sum(self.holds.of(path) is None for path in manifests) < _MANY:
-            return set()
-        origin = paths.origin(newest.nonce)
-        return {path for folder in (paths.MANIFESTS, paths.PACKS) for path in self.tier.list(folder) if paths.origin_of(path) == origin}
-
     def _remember(self, commit: CommitEntry, manifests: Mapping[str, Manifest]) -> None:
         with self._lock:
             self._catalog.put(key_of(commit), manifests)
@@ -363,3 +364,15 @@ class Repository:
         if ref.path in self.holds.doomed:
             raise Transient(f"{ref.path}: given up when a later step was committed: write it again")
         return self._catalog.borrowed(manifest, ref, self.log.state, there)
+
+
+def _listed(tier: Tier, state: LogState, holds: Holds, manifests: Sequence[str]) -> set[str]:
+    """What the newest generation has written, if many of these come from other processes: two listings instead of two requests each.
+
+    A listing may still name what has been deleted; but nobody deletes what the newest generation wrote, other than its own rubbish.
+    """
+    newest = newest_generation(state)
+    if newest is None or sum(holds.of(path) is None for path in manifests) < _MANY:
+        return set()
+    origin = paths.origin(newest.nonce)
+    return {path for folder in (paths.MANIFESTS, paths.PACKS) for path in tier.list(folder) if paths.origin_of(path) == origin}
