@@ -142,7 +142,10 @@ def test_a_torn_last_line_is_no_tampering(interrupted: Path, torn: bytes) -> Non
         (interrupted / path).write_bytes(before + torn)
         assert problems(interrupted) == ([], []), path
         (interrupted / path).write_bytes(before + torn + b"\n")
-        assert all(path in found[0] for found in problems(interrupted)), "but a whole line of that kind is"
+        if b"\0" in torn:
+            assert problems(interrupted) == ([], []), "a power loss leaves holes of zeros, and whole lines after them"
+        else:
+            assert all(path in found[0] for found in problems(interrupted)), "but a whole line of that kind is"
         (interrupted / path).write_bytes(before)
 
 

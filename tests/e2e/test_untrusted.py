@@ -29,7 +29,7 @@ from unbroken.core.errors import CheckpointWarning, Damaged, NewerFormat, NoChec
 from unbroken.core.ports import SystemNonces
 from unbroken.core.records import ChunkRef, Extent, Manifest, ManifestRef
 from unbroken.store.repository import Repository
-from unbroken.store.sealed import unseal
+from unbroken.store.sealed import FORMAT, unseal
 from unbroken.store.tiers.disk import DiskTier
 
 MIB = 1 << 20
@@ -231,7 +231,7 @@ def test_B39_d_a_newer_format_is_named_with_both_versions(folder: Path, kind: st
         with pytest.raises(UnbrokenError):
             unbroken.open(folder).load()
         return
-    with pytest.raises(NewerFormat, match=r"written by a newer version \(format 99, this reads <= 2\): upgrade unbroken"):
+    with pytest.raises(NewerFormat, match=rf"written by a newer version \(format 99, this reads <= {FORMAT}\): upgrade unbroken"):
         unbroken.open(folder).verify()
 
 

@@ -1,7 +1,6 @@
 """Pieces out of packs: each chunk is verified while the next is read, and a large piece is read into the memory it stays in.
 
-Of 706 MB, 0.4 s of processor time in two threads: 0.1 to hash them, the rest for fresh pages and for the kernel's copy out of its cache.
-What is not in the cache goes past it.
+Of 706 MB, 0.45 s of processor time in two threads: 0.1 to hash them, the rest for fresh pages and for the kernel's copy out of its cache.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ AHEAD_BYTES = 16 << 20
 """From this size on chunks are read in one thread and verified in another."""
 
 OWN_PAGES_BYTES = 256 << 10
-"""From this size on a piece gets memory of its own, in whole pages: the device can write there, and nothing is copied afterwards."""
+"""From this size on a piece gets memory of its own, in whole pages, and nothing is copied afterwards."""
 
 _CACHED_CHUNKS = 2
 
@@ -47,7 +46,7 @@ def read_pieces(tier: Tier, manifest: Manifest, wanted: Iterable[StoredPiece]) -
         if chunk is None or view is None:
             yield stored, assemble(stored, chunks)
             continue
-        of_chunk = chunk_leaves(view[: chunk.raw_bytes])
+        of_chunk = chunk_leaves(view)
         if join_leaves(of_chunk) != chunk.id:
             raise Damaged(chunk.pack, f"chunk at {chunk.offset} does not match its digest {chunk.id[:16]}")
         leaves += of_chunk
@@ -81,8 +80,7 @@ def _arrivals(tier: Tier, chunks: Sequence[ChunkRef], pieces: Iterable[StoredPie
                     stack.close()
                     pack, read_into = chunk.pack, _open(stack, tier, chunk.pack)
                 end = start + extent.length
-                is_last = end == stored.size_bytes
-                view = memoryview(memory)[start : len(memory) if is_last else end]
+                view = memoryview(memory)[start:end]
                 _fill(read_into, chunk, view)
                 yield _Arrival(stored, chunk, view)
                 start = end
@@ -114,7 +112,7 @@ def _open(stack: ExitStack, tier: Tier, pack: str) -> ReadInto:
 
 
 def _fill(read_into: ReadInto, chunk: ChunkRef, view: memoryview) -> None:
-    """Read a chunk, and what follows it up to the end of `view`: whole pages are read at once."""
+    """Read a chunk into its place."""
     try:
         count = read_into(chunk.offset, view)
     except FileNotFoundError:

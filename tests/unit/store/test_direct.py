@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from unbroken.core.ports import Buffer
 from unbroken.store.tiers import direct
-from unbroken.store.tiers.direct import BlockReader, BlockWriter
+from unbroken.store.tiers.direct import BlockWriter
 
 
 def in_whole_pages(size: int, at: int = 0) -> memoryview:
@@ -118,54 +118,3 @@ def test_another_error_is_not_taken_for_that(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(direct.os, "writev", full)
     with pytest.raises(OSError, match="full"):
         write(tmp_path / "file", [b"x"])
-
-
-@pytest.mark.parametrize("is_cached", [True, False])
-@pytest.mark.parametrize(
-    ("offset", "length", "shift"), [(0, 8192, 0), (4096, 5000, 0), (4096, 8192, 1), (1, 9000, 0), (16384, 8192, 0), (30000, 10, 0)]
-)
-def test_reading_into_memory_gives_what_the_file_holds(folder: Path, is_cached: bool, offset: int, length: int, shift: int) -> None:
-    """Aligned or not, at the end of the file and beyond it."""
-    content = os.urandom(20000)
-    fd = os.open(folder / "read", os.O_RDWR | os.O_CREAT | os.O_TRUNC)
-    os.write(fd, content)
-    os.fsync(fd)
-    if not is_cached:
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    view = memoryview(mmap.mmap(-1, 16384))[shift : shift + length]
-    reader = BlockReader(fd)
-    for _ in range(2):
-        expected = content[offset : offset + length]
-        assert reader.read_into(offset, view) == len(expected)
-        assert view[: len(expected)] == expected
-    os.close(fd)
-
-
-def test_reading_past_the_cache_leaves_it_as_it_was(tmp_path: Path) -> None:
-    """What was not in the cache is not put there: a restored state must not push out what the training reads."""
-    path = tmp_path / "file"
-    content = os.urandom(8 << 20)
-    path.write_bytes(content)
-    fd = os.open(path, os.O_RDONLY)
-    os.fsync(fd)
-    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    if not can_be_direct(fd):
-        pytest.skip("this file system reads through its cache only")
-    view = memoryview(mmap.mmap(-1, len(content)))
-    assert BlockReader(fd).read_into(0, view) == len(content)
-    assert view == content
-    os.close(fd)
-    fd = os.open(path, os.O_RDONLY)
-    with pytest.raises(BlockingIOError):
-        os.preadv(fd, [bytearray(4096)], 4 << 20, os.RWF_NOWAIT)
-    os.close(fd)
-
-
-def can_be_direct(fd: int) -> bool:
-    try:
-        other = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_DIRECT)
-        os.preadv(other, [mmap.mmap(-1, 4096)], 0)
-    except OSError:
-        return False
-    os.close(other)
-    return True
