@@ -96,7 +96,7 @@ def changed(**changes: Any) -> StateIndex:
         (changed(shards=(ShardRef((0,), (4,), -1),)), "node -1 of 2"),
         (changed(shards=(ShardRef((0, 0), (4, 1), 0),)), "other dimensions"),
         (changed(dtype="float33"), "a dtype or shape"),
-        (changed(shape=(1 << 56,)), "a dtype or shape"),
+        (changed(shape=(1 << 62,)), "out of bounds"),
         (changed(shape=(1,) * 65), "a dtype or shape"),
         (StateIndex(step=7, entries=(W, W)), "names 'w' twice"),
         (StateIndex(step=8, entries=(W,)), "that of step 8"),
