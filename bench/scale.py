@@ -258,7 +258,7 @@ def fill(tier: Tier, num: int) -> Repository:
     origin = Origin(generation.number, generation.nonce)
     for step in range(1, num + 1):
         hold = Hold(step, generation.number)
-        repository._holds.begin(hold)
+        repository.holds.begin(hold)
         whose = Share(step, generation.number, generation.nonce, 0, 1)
         written = repository._writing.write(whose, logical(step), {0: []}, index=None, hold=hold, origin=origin)
         repository.commit(
