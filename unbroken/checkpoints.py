@@ -29,6 +29,7 @@ from unbroken.archive.pruning import Pruning, prune
 from unbroken.archive.saving import Saving, save_failed
 from unbroken.archive.staging import CopyFailed, Staging
 from unbroken.codec.metrics import Value, checked
+from unbroken.config import Interval, parse_interval
 from unbroken.core.errors import CheckpointWarning, Fenced, NoCheckpoint, Refused, SaveFailed, StoreError
 from unbroken.core.limits import DRAIN_TIMEOUT_S, KEEP_NEWEST
 from unbroken.core.ports import SystemClock, SystemNonces, Tier, environment
@@ -36,6 +37,7 @@ from unbroken.core.records import MAIN_LINEAGE, CommitEntry, RunFacts, StoredPie
 from unbroken.proof.certify import Certificate, certify
 from unbroken.proof.diverging import Parting, part_ways
 from unbroken.proof.replaying import Replayable, replayable
+from unbroken.store.deltas import FullEvery
 from unbroken.store.log import replay_of
 from unbroken.store.paths import check_lineage
 from unbroken.store.repository import Part, Repository, VerifyReport, naming
@@ -96,21 +98,23 @@ class Store:
         keep_every: str | None = None,
         keep_hours: int | None = None,
         keep_best: str | None = None,
+        full_every: str | None = None,
         lineage: str = MAIN_LINEAGE,
     ) -> None:
         """`url`: a folder's path, file:// URL or place in an object store (s3://bucket/prefix, gs://, az://); nothing is made before the
-        first save. `keep` >= 1 newest ones stay, and milestones.
+        first save. In an object store whoever saves first after opening fences the others: nobody can be asked whether one writes.
 
-        In an object store nobody is asked whether another process writes there: whoever saves first after opening fences the others.
-
-        Besides them stay: with `keep_every="1000 steps"` the first at or after each multiple, with `keep_hours=24` the newest of each of
-        the newest 24 hours, with `keep_best="val_loss"` (or "accuracy max 3") the best by a metric that was given to `save`.
-
+        `keep` >= 1 newest ones stay, and milestones; with `keep_every="1000 steps"` the first at or after each multiple, with
+        `keep_hours=24` the newest of each of the newest 24 hours, with `keep_best="val_loss"` (or "accuracy max 3") the best by a metric
+        that was given to `save`.
+        `full_every="100 steps"` or "6h": stored as exact differences from the one before, and whole at least so often, as milestones are.
         `lineage`: the branch to go on with (see `Archive.branch`); NoCheckpoint at the first call if there is none of that name.
         """
         if keep is None:
             raise ValueError("keep=None: give a whole number of at least 1")
         self._keep = rules({"keep": keep, "keep_every": keep_every, "keep_hours": keep_hours, "keep_best": keep_best})
+        full = Interval() if full_every is None else parse_interval(full_every, "full_every")
+        self._full_every = FullEvery(full.steps, full.seconds)
         self._tier = tier_at(url)
         self._place = name_of(self._tier)
         self._lineage = check_lineage(lineage)
@@ -248,6 +252,7 @@ class Store:
                     self._saving = Saving.open(self._tier, SystemClock(), SystemNonces(), self._lineage, keep=self._keep)
             except (OSError, StoreError) as error:
                 raise save_failed(step, error) from error
+            self._saving.full_every = self._full_every
             self._condemn_damaged()
         self._saving.check()
         return self._saving

@@ -148,12 +148,12 @@ _UNITS_S = dict.fromkeys(("s", "sec", "second", "seconds"), 1.0)
 _UNITS_S |= dict.fromkeys(("m", "min", "minute", "minutes"), 60.0) | dict.fromkeys(("h", "hour", "hours"), 3600.0)
 
 
-def parse_interval(text: str) -> Interval:
-    """ "30s", "5 min", "100 steps" -> Interval; ValueError says what is accepted."""
+def parse_interval(text: str, name: str = "lose_at_most") -> Interval:
+    """ "30s", "5 min", "100 steps" -> Interval; ValueError names the option and says what is accepted."""
     try:
         return _interval(text)
     except ValueError as error:
-        raise ValueError(f"lose_at_most={text!r}: {error}") from None
+        raise ValueError(f"{name}={text!r}: {error}") from None
 
 
 def _interval(text: Any) -> Interval:

@@ -26,6 +26,7 @@ from unbroken.core.records import (
     Writer,
 )
 from unbroken.store import paths
+from unbroken.store.deltas import FullEvery
 from unbroken.store.journal import JournalWriter
 from unbroken.store.lease import WriterLease
 from unbroken.store.lineages import require_log
@@ -67,7 +68,7 @@ def save_failed(step: int, cause: Exception) -> SaveFailed:
 class Saving:
     """This process's hold on a folder as its writer; in an object store there is no lease, and who opened the newest generation writes.
 
-    `last` is the newest checkpoint a reader would find; `notes` wait to be shown.
+    `last` is the newest checkpoint a reader would find; `notes` wait to be shown; `full_every` may be set: how `save` stores.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Saving:
     ) -> None:
         self.repository = repository
         self.notes: list[str] = []
+        self.full_every = FullEvery()
         self._lease = lease
         self._is_released = False
         self._writer = writer
@@ -162,6 +164,7 @@ class Saving:
                 world_size=1,
                 logical=parts,
                 per_rank={0: ()},
+                encoding=self.full_every.encoding(self.repository.visible(), step, self._clock.utc(), milestone=milestone),
             )
             if logged and self._journal is not None:
                 self._journal.add(EventRecord(name=metrics.EVENT, step=step, facts=metrics.encode(logged)))

@@ -19,7 +19,7 @@ from unbroken.core.ports import Clock, Nonces, Tier
 from unbroken.core.records import BeginRecord, Generation, JournalLine, Keep, LogState, Record, RootRecord, RunFacts, StepRecord, Writer
 from unbroken.daemon.plan import Choice, Key, MemoryCut, choose
 from unbroken.store import paths
-from unbroken.store.deltas import MAX_DEPTH, Encoding, is_full_due
+from unbroken.store.deltas import Encoding, FullEvery
 from unbroken.store.journal import JournalWriter
 from unbroken.store.lease import WriterLease
 from unbroken.store.lineages import require_log
@@ -242,12 +242,9 @@ class RunFolder:
         return journal
 
     def encoding(self, repository: Repository, step: int, *, milestone: bool) -> Encoding | None:
-        """How the checkpoint of this step is to be stored: milestones stand alone, and so do others now and then; None: as it is."""
-        rules = self.rules
-        if rules.full_steps is None and rules.full_s is None:
-            return None
-        full = milestone or is_full_due(repository.visible(), step, self.clock.utc(), rules.full_steps, rules.full_s)
-        return Encoding(max_depth=0 if full else MAX_DEPTH)
+        """How the checkpoint of this step is to be stored; None: as it is."""
+        full_every = FullEvery(self.rules.full_steps, self.rules.full_s)
+        return full_every.encoding(repository.visible(), step, self.clock.utc(), milestone=milestone)
 
     def collect(self, repository: Repository) -> None:
         """Remove old checkpoints, from the drain thread; put off while a start is in progress."""

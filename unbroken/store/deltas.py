@@ -54,6 +54,21 @@ class Encoding:
             raise ValueError(f"Encoding(max_depth={self.max_depth}, level={self.level}): 0 to 32, and 1 to 19")
 
 
+@dataclass(frozen=True)
+class FullEvery:
+    """A checkpoint stands alone at least every so many steps or seconds. Neither: all are stored as they are."""
+
+    steps: int | None = None
+    seconds: float | None = None
+
+    def encoding(self, commits: Sequence[CommitEntry], step: int, now: str, *, milestone: bool) -> Encoding | None:
+        """How the one of this step is to be stored after these; milestones stand alone, too. None: as it is."""
+        if self.steps is None and self.seconds is None:
+            return None
+        is_full = milestone or is_full_due(commits, step, now, self.steps, self.seconds)
+        return Encoding(max_depth=0 if is_full else MAX_DEPTH)
+
+
 class Encoder:
     """Encodes the chunks of one write against the checkpoint `key`, whose manifests are `bases`. What cannot be read is done without."""
 
