@@ -42,9 +42,10 @@ def command(
 ) -> None:
     """Prove from stored bytes that every step and every sample happened once; exit code 1 when it cannot be proven."""
     with errors_as_exit_codes(as_json):
+        from unbroken.archive.places import chosen_lineage
         from unbroken.checkpoints import open as open_run
 
-        certificate = open_run(directory, lineage).certify(against, against_lineage)
+        certificate = open_run(*chosen_lineage(directory, lineage)).certify(against, against_lineage)
         if as_json:
             print_json(certificate)
         else:

@@ -20,9 +20,11 @@ def command(  # noqa: PLR0917  (typer reads the signature)
 ) -> None:
     """Write a checkpoint as safetensors and JSON, or as one file for torch.load(weights_only=True); nothing is overwritten."""
     with errors_as_exit_codes(as_json):
+        from unbroken.archive.places import chosen
         from unbroken.checkpoints import open as open_run
 
-        made = open_run(directory, lineage).export(to, step, format_)
+        place = chosen(directory, lineage, step)
+        made = open_run(place.directory, place.lineage).export(to, place.step, format_)
         for note in made.notes:
             say(note)
         if as_json:

@@ -27,8 +27,11 @@ def command(
 ) -> None:
     """List the checkpoints that can be loaded, oldest first, those of branches after the run's own."""
     with errors_as_exit_codes(as_json):
+        from unbroken.archive.places import chosen_lineage
         from unbroken.checkpoints import open as open_run
 
+        directory, named = chosen_lineage(directory, lineage or MAIN_LINEAGE)
+        lineage = named if named != MAIN_LINEAGE else lineage
         archive = open_run(directory) if lineage is None else open_run(directory, lineage)
         there = archive.lineages()
         names = [one.name for one in there] if lineage is None else [lineage]

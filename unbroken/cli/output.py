@@ -15,7 +15,9 @@ from rich.console import Console
 from unbroken.core.errors import MissingExtra, UnbrokenError
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document for machines.")]
-DirArgument = Annotated[str, typer.Argument(metavar="DIR", help="The run folder, or its copy: s3://bucket/run.", show_default=False)]
+DirArgument = Annotated[
+    str, typer.Argument(metavar="DIR", help="The run folder, or its copy: s3://bucket/run; DIR@NAME is a branch of it.", show_default=False)
+]
 LineageOption = Annotated[str, typer.Option("--lineage", metavar="NAME", help="Which history of the folder: a branch's name.")]
 
 PIPE_COLUMNS = 4096

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 
 from unbroken.cli.output import DirArgument, JsonOption, LineageOption, console, errors_as_exit_codes, print_json, size
+from unbroken.core.errors import NoCheckpoint
 from unbroken.core.records import MAIN_LINEAGE
+
+if TYPE_CHECKING:
+    from unbroken.checkpoints import Archive
 
 
 def command(
@@ -18,20 +22,21 @@ def command(
     lineage: LineageOption = MAIN_LINEAGE,
     as_json: JsonOption = False,
 ) -> None:
-    """Show a run's facts and newest checkpoint, or with --variables everything a checkpoint holds."""
+    """Show a run's facts and one checkpoint (the newest, DIR@STEP or --step), or with --variables everything that it holds."""
     with errors_as_exit_codes(as_json):
-        if step is not None and not variables:
-            raise ValueError("--step chooses the checkpoint for --variables: give both, or see `unbroken ls` for all checkpoints")
+        from unbroken.archive.places import chosen
+        from unbroken.checkpoints import open as open_run
+
+        place = chosen(directory, lineage, step)
+        archive = open_run(place.directory, place.lineage)
         if variables:
-            _show_variables(directory, lineage, step, as_json)
+            _show_variables(archive, place.step, as_json)
         else:
-            _show_overview(directory, lineage, as_json)
+            _show_overview(archive, place.step, as_json)
 
 
-def _show_variables(directory: str, lineage: str, step: int | None, as_json: bool) -> None:
-    from unbroken.checkpoints import open as open_run
-
-    found = open_run(directory, lineage).variables(step)
+def _show_variables(archive: Archive, step: int | None, as_json: bool) -> None:
+    found = archive.variables(step)
     if as_json:
         print_json({"num_variables": len(found), "variables": found})
         return
@@ -52,14 +57,14 @@ def _show_variables(directory: str, lineage: str, step: int | None, as_json: boo
     console().print(f"{len(found)} variables")
 
 
-def _show_overview(directory: str, lineage: str, as_json: bool) -> None:
-    from unbroken.checkpoints import open as open_run
-
-    archive = open_run(directory, lineage)
+def _show_overview(archive: Archive, step: int | None, as_json: bool) -> None:
     checkpoints = archive.steps()
     newest = checkpoints[-1] if checkpoints else None
+    one = newest if step is None else next((found for found in checkpoints if found.step == step), None)
+    if one is None and step is not None:
+        raise NoCheckpoint(f"no checkpoint of step {step}: see `unbroken ls` for those there are")
     if as_json:
-        print_json({"facts": archive.facts, "num_checkpoints": len(checkpoints), "newest": newest})
+        print_json({"facts": archive.facts, "num_checkpoints": len(checkpoints), "newest" if step is None else "checkpoint": one})
         return
     table = Table(box=None, show_header=False)
     table.add_row("run", archive.facts.run_id)
@@ -67,6 +72,7 @@ def _show_overview(directory: str, lineage: str, as_json: bool) -> None:
     for name, value in sorted(archive.facts.options.items()):
         table.add_row(name, str(value))
     table.add_row("checkpoints", str(len(checkpoints)))
-    if newest is not None:
-        table.add_row("newest", f"step {newest.step}, generation {newest.generation}, {size(newest.size_bytes)}, root {newest.root}")
+    if one is not None:
+        name = "newest" if step is None else "checkpoint"
+        table.add_row(name, f"step {one.step}, generation {one.generation}, {size(one.size_bytes)}, {one.kind}, root {one.root}")
     console().print(table)

@@ -11,9 +11,10 @@ from unbroken.core.records import MAIN_LINEAGE
 def command(directory: DirArgument, lineage: LineageOption = MAIN_LINEAGE, as_json: JsonOption = False) -> None:
     """Read everything the run's checkpoints need and check every digest; exit code 1 when something is wrong."""
     with errors_as_exit_codes(as_json):
+        from unbroken.archive.places import chosen_lineage
         from unbroken.checkpoints import open as open_run
 
-        report = open_run(directory, lineage).verify()
+        report = open_run(*chosen_lineage(directory, lineage)).verify()
         if as_json:
             print_json(report)
         else:

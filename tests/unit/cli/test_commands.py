@@ -205,6 +205,16 @@ def test_a_step_that_is_not_there_is_exit_3(run: Path) -> None:
     assert json_of("show", run, "--variables", "--step", "999999", code=3)["error"]["kind"] == "NoCheckpoint"
 
 
+def test_a_checkpoint_may_be_named_in_one_word(run: Path) -> None:
+    steps = [one["step"] for one in json_of("ls", run)]
+    assert json_of("show", f"{run}@{steps[0]}")["checkpoint"]["step"] == steps[0]
+    assert json_of("show", f"{run}@main:{steps[0]}") == json_of("show", run, "--step", str(steps[0]))
+    assert [one["step"] for one in json_of("ls", f"{run}@main")] == steps
+    assert json_of("verify", f"{run}@main")["ok"]
+    assert json_of("show", f"{run}@999999", code=3)["error"]["kind"] == "NoCheckpoint"
+    assert json_of("show", f"{run}@nosuch", code=3)["error"]["kind"] == "NoCheckpoint"
+
+
 @pytest.mark.parametrize(
     "args",
     [
@@ -228,7 +238,8 @@ def test_usage_errors_are_exit_2(args: list[str]) -> None:
     [
         (["ls"], "Missing argument 'DIR'"),
         (["show", "a", "--step", "x"], "Invalid value for '--step'"),
-        (["show", "a", "--step", "1"], "--step chooses the checkpoint for --variables"),
+        (["show", "a@1", "--step", "2"], "name two: give one of them"),
+        (["verify", "a@1"], "this looks at all checkpoints of a lineage"),
         (["nonsense"], "No such command 'nonsense'"),
         (["verify", "a", "--nonsense"], "No such option: --nonsense"),
     ],
