@@ -16,7 +16,9 @@ from pathlib import Path
 import torch
 
 import unbroken
-from tests.rigs.tiny_run import DATA_SEED, Tiny, loss_of, samples
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # it is a script, started from anywhere
+from tests.rigs.tiny_run import DATA_SEED, Tiny, loss_of, samples  # noqa: E402
 
 
 def asked(name: str) -> tuple[int, str]:

@@ -121,9 +121,9 @@ def test_B01_d_left_over_temporary_names_are_ignored_and_removed(copy: tuple[Pat
     assert store.latest() == 30
     with pytest.warns(CheckpointWarning, match="took the folder over"):
         store.save(40, s(40), wait=True)
+    store.close()
     assert not [p for p in paths(folder) if ".tmp-" in p]
     assert [info.step for info in unbroken.open(folder).steps()] == [20, 30, 40]
-    store.close()
 
 
 def _save_until_killed(folder: Path, begun: int, returned: int) -> None:
