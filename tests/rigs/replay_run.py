@@ -18,7 +18,7 @@ import torch
 import unbroken
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # it is a script, started from anywhere
-from tests.rigs.tiny_run import DATA_SEED, Tiny, loss_of, samples  # noqa: E402
+from tests.rigs.tiny_run import DATA_SEED, Tiny, loss_of, samples
 
 
 def asked(name: str) -> tuple[int, str]:
