@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.rigs.store_child import in_child, suicide
+from tests.rigs.store_child import in_child, killed_at
 from tests.rigs.store_run import drifting, load, objects_of, opened, start, steps
 from unbroken.archive.branching import list_lineages, make_branch
 from unbroken.archive.compacting import Compaction, compact
 from unbroken.core.errors import Fenced
-from unbroken.core.ports import SystemClock, SystemNonces, arm
+from unbroken.core.ports import SystemClock, SystemNonces
 from unbroken.store.deltas import Encoding
 from unbroken.store.repository import Repository
 from unbroken.store.tiers.disk import DiskTier
@@ -80,21 +80,7 @@ def assert_completed(tier: DiskTier) -> None:
 def test_I2_I3_a_compacting_killed_at_a_named_place_is_completed_by_the_next(tmp_path: Path, place: str, nth: int) -> None:
     tier = prepared(tmp_path / "run")
 
-    def act(say: Callable[[str], None]) -> None:
-        left = [nth]
-
-        def strike() -> None:
-            left[0] -= 1
-            if left[0] == 0:
-                suicide()
-
-        arm(place, strike)
-        run_compact(tier)
-        say("compacted")
-
-    said, status = in_child(act)
-    assert said == ["compacted"] if not os.WIFSIGNALED(status) else os.WTERMSIG(status) == signal.SIGKILL and said == []
-    assert said == [] or nth > 1, "every place is passed"
+    assert killed_at(place, nth, lambda: run_compact(tier)) or nth > 1, "every place is passed"
     assert_same_bits(tier)
     assert_completed(tier)
 

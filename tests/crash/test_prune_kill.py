@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.rigs.store_child import in_child, suicide
+from tests.rigs.store_child import in_child, killed_at
 from tests.rigs.store_run import load, objects_of, start, steps, whole_value
 from unbroken.archive.pruning import prune
 from unbroken.archive.reading import newest_good
 from unbroken.core.errors import Fenced
-from unbroken.core.ports import SystemClock, SystemNonces, arm
+from unbroken.core.ports import SystemClock, SystemNonces
 from unbroken.core.records import Keep
 from unbroken.store.deltas import Encoding
 from unbroken.store.repository import Repository
@@ -80,21 +80,7 @@ def test_I2_B10_a_prune_killed_at_a_named_place_is_completed_by_the_next(
 ) -> None:
     tier = prepared(tmp_path / "run", encoding)
 
-    def act(say: Callable[[str], None]) -> None:
-        left = [nth]
-
-        def strike() -> None:
-            left[0] -= 1
-            if left[0] == 0:
-                suicide()
-
-        arm(place, strike)
-        run_prune(tier)
-        say("pruned")
-
-    said, status = in_child(act)
-    assert said == ["pruned"] if not os.WIFSIGNALED(status) else os.WTERMSIG(status) == signal.SIGKILL and said == []
-    assert said == [] or nth > 1, "every place is passed"
+    assert killed_at(place, nth, lambda: run_prune(tier)) or nth > 1, "every place is passed"
     assert_whole(tier)
     assert_completed(tier)
 

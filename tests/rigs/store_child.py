@@ -10,6 +10,8 @@ import time
 import traceback
 from collections.abc import Callable
 
+from unbroken.core.ports import arm
+
 
 def in_child(act: Callable[[Callable[[str], None]], None], kill_after_s: float | None = None) -> tuple[list[str], int]:
     """`act(say)` in a child; the lines it said and its wait status. With `kill_after_s` it gets SIGKILL so long after its first line."""
@@ -34,6 +36,27 @@ def in_child(act: Callable[[Callable[[str], None]], None], kill_after_s: float |
             said += block
     _, status = os.waitpid(pid, 0)
     return said.decode().splitlines(), status
+
+
+def killed_at(place: str, nth: int, work: Callable[[], object]) -> bool:
+    """Do `work` in a child that dies as by SIGKILL the `nth` time it passes a failpoint; False if it came to its end before that."""
+
+    def act(say: Callable[[str], None]) -> None:
+        left = [nth]
+
+        def strike() -> None:
+            left[0] -= 1
+            if left[0] == 0:
+                suicide()
+
+        arm(place, strike)
+        work()
+        say("done")
+
+    said, status = in_child(act)
+    was_killed = os.WIFSIGNALED(status)
+    assert said == [] and os.WTERMSIG(status) == signal.SIGKILL if was_killed else said == ["done"], said
+    return was_killed
 
 
 def _child(act: Callable[[Callable[[str], None]], None], read_fd: int, write_fd: int) -> None:

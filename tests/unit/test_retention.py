@@ -313,7 +313,7 @@ def test_B10_b_a_store_keeps_the_best_in_any_number_type(tmp_path: Path) -> None
 
 
 def test_B10_d_what_is_not_kept_is_no_checkpoint_when_the_save_returns_and_its_files_go_by_themselves(tmp_path: Path) -> None:
-    """Deleting large files takes as long as writing them: nobody waits for that."""
+    """Nobody waits for the deletion of large files."""
     is_going, may_go = threading.Event(), threading.Event()
 
     def wait() -> None:
