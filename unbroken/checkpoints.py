@@ -174,8 +174,8 @@ class Store:
     def load(self, step: int | None = None, *, into: Any = None, strict: bool = True, cast: bool = False) -> Any:
         """The state of `step`, or of the newest good checkpoint. Saves of this Store in flight are waited for first.
 
-        Without `into` the state is made anew, tensors on the CPU. With `into` (a dict, module, ...) it is loaded in place and a LoadReport
-        returned: strict=True makes every missing, unexpected or mismatched value one LayoutMismatch and leaves `into` as it was,
+        Without `into` the state is made anew, tensors on the CPU (`resize_` refuses large ones). With `into` (a dict, module, ...) it is
+        loaded in place, a LoadReport returned: strict=True makes every missing, unexpected or mismatched value one LayoutMismatch and leaves `into` as it was,
         strict=False loads what fits; dtypes are converted only with cast=True.
 
         Without `step`, damaged checkpoints are passed over with one CheckpointWarning. NoCheckpoint lists what there is: never a step
