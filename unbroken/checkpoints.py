@@ -175,8 +175,8 @@ class Store:
         """The state of `step`, or of the newest good checkpoint. Saves of this Store in flight are waited for first.
 
         Without `into` the state is made anew, tensors on the CPU (`resize_` refuses large ones). With `into` (a dict, module, ...) it is
-        loaded in place, a LoadReport returned: strict=True makes every missing, unexpected or mismatched value one LayoutMismatch and leaves `into` as it was,
-        strict=False loads what fits; dtypes are converted only with cast=True.
+        loaded in place, a LoadReport returned: strict=True makes all missing, unexpected or mismatched values one LayoutMismatch and
+        leaves `into` as it was, strict=False loads what fits; dtypes are converted only with cast=True.
 
         Without `step`, damaged checkpoints are passed over with one CheckpointWarning. NoCheckpoint lists what there is: never a step
         that was not asked for, never a silent fresh start. Damaged (with `step`) names the file. Every byte is verified before use.
